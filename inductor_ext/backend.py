@@ -1,0 +1,102 @@
+"""The backend function: options, the scope of the overrides, and the call of stock ``compile_fx``.
+
+    Dynamo graph -> rewrites -> compile_fx (AOTAutograd -> [rewrites -> our lowerings -> Inductor] per graph)
+
+Our lowerings are in Inductor's table only while one of *our* graphs is lowered (forward, and the backward whenever it is
+compiled), and our version, source and options are part of every cache key, so a model compiled with
+``backend="inductor"`` in the same process or cache directory is untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from . import compat, lowerings
+from .options import Options, split
+from .rewrites import dense_attention, score_mods
+
+
+class _CacheKey(compat.CustomGraphPass):
+    """A pass that changes nothing and, by its uuid, keeps our code apart in the FX-graph and AOTAutograd caches.
+
+    It runs the user's own pass of that slot, whose uuid joins the key (a pass without one makes the caches step aside,
+    as it does under stock Inductor).
+    """
+
+    def __init__(self, own: Options, users: list[Any]) -> None:
+        self.own = own
+        self.users = users
+
+    def __call__(self, graph: Graph) -> None:
+        for user_pass in self.users:
+            user_pass(graph)
+
+    def uuid(self) -> Any:
+        parts = ["gradfuse", compat.source_hash(str(Path(__file__).parent)), _templates_hash(), _option_key(self.own)]
+        for user_pass in self.users:
+            uuid = getattr(user_pass, "uuid", lambda: None)()
+            if uuid is None:
+                return None
+            parts.append(repr(uuid))
+        return "|".join(parts)
+
+
+def _templates_hash() -> str:
+    return compat.source_hash(str(lowerings.TEMPLATE_DIR))
+
+
+def _option_key(own: Options) -> str:
+    return f"{own.deterministic},{own.strict},{sorted(own.disable)}"
+
+
+def _with_cache_key(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
+    slot = "post_grad_custom_pre_pass"
+    users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
+    return {**patches, slot: _CacheKey(own, users)}
+
+
+def _inner_compile(own: Options) -> Callable[..., Any]:
+    """Inductor's inner compile of one graph (forward or backward) with our post-AOT rewrites and lowerings in force."""
+
+    @functools.wraps(compat.compile_fx_inner)
+    def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        dense_attention.rewrite(gm, own)
+        with compat.override_lowerings(lowerings.table(own)):
+            return compat.compile_fx_inner(gm, example_inputs, **kwargs)
+
+    return inner
+
+
+def gradfuse(
+    gm: GraphModule,
+    example_inputs: Sequence[torch.Tensor],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; use it as ``torch.compile(model, backend="gradfuse", mode=..., options=...)``.
+
+    ``mode`` and ``options`` are those of ``backend="inductor"``; ``inductor_ext.options.Options`` lists what gradfuse
+    adds. Raises OptionError (a RuntimeError, as Inductor does) for an unknown option.
+    """
+    own, inductor_options = split(options)
+    patches = compat.inductor_patches(mode, inductor_options, dynamic)
+    score_mods.rewrite(gm, own)
+    return compat.compile_fx(
+        gm,
+        example_inputs,
+        inner_compile=_inner_compile(own),
+        config_patches=_with_cache_key(own, patches),
+    )
+
+
+gradfuse.reset = compat.reset_cudagraphs
+compat.register("gradfuse", gradfuse)
+compat.relax_cpu_training_check(gradfuse)

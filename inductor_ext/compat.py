@@ -1,0 +1,319 @@
+"""The only door to torch's private names: a new torch release is this one file's work.
+
+Every other module imports what it needs of Inductor, Dynamo and AOTAutograd from here, and no other module asks for a
+version. Supported: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.attention.flex_attention as _flex_module
+from torch._dynamo import lookup_backend, register_backend
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.scan import scan_op
+from torch._inductor import ir
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import empty, empty_strided, lowerings
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = [
+    "CustomGraphPass",
+    "FlexBlockMask",
+    "PointwiseSubgraphLowering",
+    "SymbolicGridFn",
+    "V",
+    "autotune",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "empty",
+    "empty_strided",
+    "flex_attention_backward_hop",
+    "flex_attention_hop",
+    "full",
+    "inductor_config",
+    "ir",
+    "lookup_backend",
+    "lowerings",
+    "make_template",
+    "override_lowerings",
+    "realize",
+    "register",
+    "relax_cpu_training_check",
+    "scan_op",
+    "statically_known_true",
+    "trace",
+    "zeros_and_scatter",
+]
+
+flex_attention_hop = torch.ops.higher_order.flex_attention
+flex_attention_backward_hop = torch.ops.higher_order.flex_attention_backward
+zeros_and_scatter = torch.ops.flex_lib.zeros_and_scatter.default
+
+# ---------------------------------------------------------------- Dynamo: registration and the CPU training check
+
+
+def register(name: str, backend: Callable[..., Any]) -> None:
+    """Make ``backend`` known to ``torch.compile(backend=name)``; importing twice, or after the entry point, is fine."""
+    if _COMPILER_FNS.get(name) is not backend:
+        _COMPILER_FNS.pop(name, None)
+        register_backend(compiler_fn=backend, name=name)
+        _BACKENDS.setdefault(name, None)
+
+
+def _compiling_backend() -> Any:
+    """The ``compiler_fn`` of the frame that Dynamo is tracing now, wrappers removed; None outside a trace."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        compiler_fn: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+    while hasattr(compiler_fn, "compiler_fn"):
+        compiler_fn = compiler_fn.compiler_fn
+    for attribute in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        compiler_fn = getattr(compiler_fn, attribute, compiler_fn)
+    return compiler_fn
+
+
+def relax_cpu_training_check(backend: Callable[..., Any]) -> None:
+    """Let flex_attention's device check pass CPU tensors that need a gradient while ``backend`` compiles; only then.
+
+    The check stands in flex_attention's public function, which Dynamo inlines, so no backend gets a say in it. Under
+    any other backend, and in eager mode, the original check runs.
+    """
+    original = _flex_module._validate_device
+    if getattr(original, "_gradfuse", False):
+        return
+
+    @torch.compiler.assume_constant_result
+    def traced_by_gradfuse() -> bool:
+        return _compiling_backend() is backend
+
+    def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type == "cpu" and traced_by_gradfuse():
+            return
+        original(query, key, value)
+
+    validate_device._gradfuse = True
+    _flex_module._validate_device = validate_device
+
+
+# ---------------------------------------------------------------- Inductor: configuration
+
+
+def inductor_options() -> list[str]:
+    """Every option that ``torch.compile(options=...)`` takes for Inductor."""
+    return sorted(inductor_config.get_config_copy())
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """The configuration that ``backend="inductor"`` would set for ``mode`` and ``options``, checked as it checks them."""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+
+
+def reset_cudagraphs() -> None:
+    """Forget recorded CUDA graphs, as ``torch._dynamo.reset`` asks of Inductor's own wrapper."""
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+def custom_passes(value: Any) -> list[Any]:
+    """A custom-pass option (None, one pass or, from torch 2.13, several) as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+@contextlib.contextmanager
+def override_lowerings(table: dict[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Swap entries of Inductor's table of lowerings and put the old ones back on any exit."""
+    before = {op: lowerings.get(op) for op in table}
+    lowerings.update(table)
+    try:
+        yield
+    finally:
+        for op, lowering in before.items():
+            if lowering is None:
+                lowerings.pop(op, None)
+            else:
+                lowerings[op] = lowering
+
+
+def uses_triton_on_cpu() -> bool:
+    """Whether Inductor emits Triton for CPU tensors (the interpreter harness does)."""
+    return inductor_config.cpu_backend == "triton"
+
+
+# ---------------------------------------------------------------- flex_attention's higher-order ops
+
+
+class FlexBlockMask(NamedTuple):
+    """The block_mask operand of the flex_attention ops; torch 2.13 put four entries before the block sizes."""
+
+    query_length: Any
+    key_length: Any
+    kv_num_blocks: Any
+    kv_indices: Any
+    full_kv_num_blocks: Any
+    full_kv_indices: Any
+    q_num_blocks: Any
+    q_indices: Any
+    full_q_num_blocks: Any
+    full_q_indices: Any
+    query_block_size: Any
+    key_block_size: Any
+    mask_mod: Any
+
+    @classmethod
+    def of(cls, operand: Sequence[Any]) -> FlexBlockMask:
+        """Read the operand of any supported torch: ten entries in front, three at the end."""
+        return cls(*operand[:10], *operand[-3:])
+
+
+# ---------------------------------------------------------------- Inductor: IR and templates
+
+
+def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.device) -> Any:
+    """A realized tensor of one value, registered on the graph that is being lowered."""
+    box = lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device)
+    box.realize()
+    return box
+
+
+def realize(nodes: Sequence[Any]) -> list[Any]:
+    """Give every IR node of the list a buffer with a frozen layout; None and symbolic integers pass through."""
+    out = [realize_inputs(_by_pointer(x)) if isinstance(x, ir.IRNode) else x for x in nodes]
+    for node in out:
+        if isinstance(node, ir.IRNode):
+            with contextlib.suppress(NotImplementedError):
+                node.freeze_layout()
+    return out
+
+
+def _by_pointer(node: Any) -> Any:
+    """Inductor passes a one-element CPU tensor to a Triton kernel by value; a template wants its address."""
+    one_on_cpu = node.get_device().type == "cpu" and sympy.prod(node.get_size()) == 1
+    return ir.ExternKernel.copy_input(node) if one_on_cpu else node
+
+
+def require_contiguous(node: Any) -> Any:
+    """``node`` in a contiguous buffer."""
+    return ir.ExternKernel.require_contiguous(node)
+
+
+def input_buffer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A 0-d placeholder that a template replaces by a tile when the subgraph is inlined."""
+    return ir.TensorBox.create(ir.InputBuffer(name=name, layout=ir.FixedLayout(device, dtype, [], [])))
+
+
+def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any], stride: Sequence[Any]) -> Any:
+    """A layout that Inductor may not change."""
+    return ir.FixedLayout(device, dtype, list(size), stride=[sympy.sympify(s) for s in stride])
+
+
+def dense_strides(size: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Dense strides of ``size`` in the dimension order of ``like``, the last dimension innermost.
+
+    This is the layout that flex_attention's fake implementation promises for outputs and gradients.
+    """
+    order = list(ir.get_fill_order(like, V.graph.sizevars.shape_env))
+    last = len(size) - 1
+    if sympy.sympify(size[last]) != 1 or order[0] != last:
+        order = [last, *(d for d in order if d != last)] if order[0] != last else order
+    strides: list[Any] = [0] * len(size)
+    running: Any = sympy.Integer(1)
+    for d in order:
+        strides[d] = running
+        running = running * size[d]
+    return strides
+
+
+def make_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
+    """A TritonTemplate whose input layouts are frozen where this torch has the switch."""
+    extra = {}
+    if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
+        extra["always_freeze_layout"] = True
+    return TritonTemplate(name=name, grid=grid, source=source, **extra)
+
+
+def autotune(
+    name: str,
+    choices: list[Any],
+    inputs: Sequence[Any],
+    layout: Any,
+    input_gen_fns: dict[int, Callable[..., Any]],
+    subgraph_inputs: Sequence[Any],
+    subgraph_outputs: Sequence[Any],
+) -> Any:
+    """Pick the fastest choice (the only one outside max-autotune) and return its output.
+
+    The subgraphs' inputs and outputs are left on the template buffer, where Inductor looks for the symbolic integers
+    that an inlined subgraph uses.
+    """
+    nodes = [x for x in inputs if isinstance(x, ir.IRNode)]
+    out = autotune_select_algorithm(name, choices, nodes, layout, input_gen_fns=input_gen_fns)
+    if isinstance(out, tuple):
+        out = out[0]
+    template_buffer = out.data.data
+    template_buffer.subgraph_inps = list(subgraph_inputs)
+    template_buffer.subgraph_outs = list(subgraph_outputs)
+    return out
+
+
+def hint(value: Any) -> int:
+    """The size that autotuning assumes for a symbolic integer."""
+    sizevars = V.graph.sizevars
+    read = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
+    return int(read(value))
+
+
+def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any) -> Any:
+    """Stock's tuned tile sizes: ``(forward configs, backward configs)``; one each outside max-autotune."""
+    choices = V.choices
+    forward = choices.get_flex_attention_fwd_configs
+    args: tuple[Any, ...] = (head_dim, dtype, device.type)
+    if "seq_len" in inspect.signature(forward).parameters:
+        args = (head_dim, query_length, dtype, device.type)
+    return forward(*args), choices.get_flex_attention_bwd_configs(head_dim, dtype, device.type)
+
+
+# ---------------------------------------------------------------- tracing
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
+    """Trace ``fn`` over fake tensors to the ATen ops that Inductor lowers, in the fake mode that the tensors carry."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with torch.no_grad(), enable_python_dispatcher():
+        return make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
+
+
+@functools.cache
+def source_hash(root: str) -> str:
+    """A hash of every source file under ``root``, for cache keys."""
+    import hashlib
+    from pathlib import Path
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(root).rglob("*")):
+        if path.suffix in (".py", ".jinja"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

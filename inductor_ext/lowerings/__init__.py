@@ -1,0 +1,26 @@
+"""Inductor lowerings: FX node to Inductor IR, by way of a template.
+
+To add one: a file here with a function ``lower(own)`` that returns the replacement, a line in ``table``, a template, a
+test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import compat
+from ..options import Options
+from . import flex_attention, flex_attention_backward
+from .templates import TEMPLATE_DIR
+
+__all__ = ["TEMPLATE_DIR", "table"]
+
+
+def table(own: Options) -> dict[Any, Callable[..., Any]]:
+    """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``own`` enables them."""
+    entries = {
+        "flex_attention": (compat.flex_attention_hop, flex_attention.lower),
+        "flex_attention_backward": (compat.flex_attention_backward_hop, flex_attention_backward.lower),
+    }
+    return {op: lower(own, compat.lowerings[op]) for name, (op, lower) in entries.items() if own.enabled(name)}

@@ -1,0 +1,245 @@
+"""Lowering of ``flex_attention_backward`` onto ``flex_backward.py.jinja``.
+
+The joint graph of the score_mod is taken apart into the gradient of the score and the contributions to each captured
+gradient; the template gets each contribution's value, offset and bounds as subgraphs of their own and decides what to do
+with them. Captured gradients are accumulated in fp32 and cast once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from .. import compat
+from ..analysis.bounds import extents_of
+from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, returning, take_apart
+from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
+from ..options import Options
+from ..report import STOCK, record, user_line
+from . import flex_common as common
+from . import subgraphs
+from .flex_attention import extents, mask_subgraph, score_subgraph
+from .templates import load
+
+aten = torch.ops.aten
+NAME = "flex_attention_backward"
+
+
+@SymbolicGridFn
+def _grid(
+    batch: Any,
+    heads: Any,
+    queries: Any,
+    _dim: Any,
+    kv_heads: Any,
+    keys: Any,
+    meta: dict[str, Any],
+    *,
+    cdiv: Callable[..., Any],
+) -> tuple:
+    return cdiv(queries, meta["BLOCK_M2"]) * (heads // kv_heads) + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
+
+
+_template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward"))
+
+
+@dataclass(frozen=True)
+class _CapturedGradients:
+    """Accumulators of the captured tensors that need a gradient, and what is added to them.
+
+    accumulators: one zeroed fp32 buffer a captured tensor, None where it needs no gradient.
+    targets: the accumulator of each contribution.
+    subgraphs: value, offset and in_bounds of each contribution, flat.
+    """
+
+    accumulators: list[Any]
+    targets: list[Any]
+    subgraphs: list[Any]
+
+
+def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+
+    def flex_attention_backward(*args: Any, **kwargs: Any) -> Any:
+        query, key, value = args[:3]
+        where = user_line(V.graph.current_node)
+        reason = common.why_stock(query, key, value, args[11])
+        joint = None
+        if reason is None:
+            try:
+                joint = take_apart(args[8].graph_module)
+            except NotUnderstood as error:
+                line = user_line(error.node) or where
+                reason = f"{error}, at {line}" if line else str(error)
+                if own.strict:
+                    raise NotImplementedError(
+                        f"gradfuse cannot differentiate this score_mod: {reason}. Index the captured tensor with one "
+                        "scalar for each of its dims, or compute the expression outside the score_mod."
+                    ) from error
+        if joint is None:
+            record(NAME, "flex_attention_backward", STOCK, reason, where)
+            return stock(*args, **kwargs)
+        if own.deterministic and any(joint.captured):
+            raise RuntimeError(
+                "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
+                f"score_mod is accumulated with atomics ({where}). Detach the tensor, add it to the mask instead, or "
+                "compile without deterministic."
+            )
+        return _lower(joint, *args)
+
+    return flex_attention_backward
+
+
+def _lower(
+    joint: JointGraph,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    grad_out: Any,
+    grad_logsumexp: Any,
+    score_mod: Any,
+    _joint_graph: Any,
+    block_mask: Any,
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_captured: Any,
+    mask_captured: Any,
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    device, dtype = query.get_device(), query.get_dtype()
+    node = V.graph.current_node
+    query_size, key_size, value_size = query.get_size(), key.get_size(), value.get_size()
+    batch, heads, length, _ = query_size
+    if grad_out is None:
+        grad_out = compat.full([batch, heads, length, value_size[-1]], 0, dtype, device)
+    delta = _delta(out, grad_out, grad_logsumexp)
+    query, key, value, logsumexp, grad_out, delta = compat.realize([query, key, value, logsumexp, grad_out, delta])
+    block_mask = FlexBlockMask.of(block_mask)
+    block_mask = FlexBlockMask(*compat.realize(block_mask[:-1]), block_mask.mask_mod)
+    score_captured, mask_captured = compat.realize(score_captured), compat.realize(mask_captured)
+
+    score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
+    score_buffer = score_subgraph(score_graph, node, device, score_captured)
+    mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
+    grad_score_buffer = _grad_score(joint, node, device, score_captured)
+    captured = _captured_gradients(joint, node, device, score_captured)
+
+    # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
+    grad_key_size = [batch, *key_size[1:]]
+    grad_value_size = [batch, *value_size[1:]]
+    layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
+    grad_query, grad_value = (
+        compat.empty_strided(size, compat.dense_strides(size, like.get_stride()), dtype=dtype, device=device)
+        for size, like in ((query_size, query), (grad_value_size, value))
+    )
+    full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(block_mask, device)
+    inputs = [query, key, value, logsumexp, delta, grad_out, grad_query, grad_value]
+    inputs += [block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices]
+    inputs += [full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks]
+
+    options = common.template_options(query, key, value, block_mask, scale, kernel_options)
+    options["IDENTITY_SCORE_MOD"] = subgraphs.is_identity(score_graph)
+    options["TRIVIAL_MASK_MOD"] = subgraphs.is_always_true(mask_graph)
+    options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
+    options["NUM_CONTRIBUTIONS"] = len(captured.targets)
+    _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
+    inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.subgraphs]
+    accumulators = [a for a in captured.accumulators if a is not None]
+    choices: list[Any] = []
+    for tiled in common.tile_choices(options, "bwd", configs, tiles):
+        _template.maybe_append_choice(
+            choices=choices,
+            input_nodes=[*inputs, *captured.targets],
+            layout=layout,
+            subgraphs=inlined,
+            mutated_inputs=[grad_query, grad_value, *accumulators],
+            call_sizes=[*query_size, *key_size[1:3]],
+            **tiled,
+        )
+    generators: dict[int, Any] = {}
+    for i in range(8, 16, 2):
+        generators[i] = common.num_blocks_for_autotuning(inputs[i + 1])
+        generators[i + 1] = common.indices_for_autotuning
+    all_captured = [*score_captured, *mask_captured]
+    grad_key = compat.autotune(
+        "gradfuse_flex_backward",
+        choices,
+        [*inputs, *captured.targets, *all_captured],
+        layout,
+        generators,
+        all_captured,
+        [*inlined, *accumulators],
+    )
+    if not V.graph.sizevars.evaluate_expr(sympy.Eq(batch, key_size[0])):
+        grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
+    note = f"{len(captured.targets)} contributions to {len(accumulators)} captured gradients, fp32 atomics"
+    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
+    return grad_query, grad_key, grad_value, _rounded_once(captured, score_captured)
+
+
+def _delta(out: Any, grad_out: Any, grad_logsumexp: Any) -> Any:
+    """rowsum(out ∘ grad_out) in fp32, less the gradient of the logsumexp (which the caller has in base 2)."""
+    out, grad = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (out, grad_out))
+    delta = lowerings[aten.sum](lowerings[aten.mul](out, grad), axis=-1)
+    if grad_logsumexp is not None:
+        delta = lowerings[aten.sub](delta, lowerings[aten.mul](grad_logsumexp, 1 / math.log(2)))
+    return compat.require_contiguous(delta)
+
+
+def _joint_placeholders(device: torch.device) -> list[Any]:
+    return subgraphs.score_placeholders(device, torch.float32, gradient=True)
+
+
+def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
+    if joint.grad_score is None:
+        module = returning(joint.module, [])
+        zero = module.graph.find_nodes(op="output")[0]
+        with module.graph.inserting_before(zero):
+            constant = module.graph.call_function(
+                aten.full.default, ([], 0.0), {"dtype": torch.float32, "device": device}
+            )
+        zero.args = ([constant],)
+    else:
+        module = returning(joint.module, [joint.grad_score])
+    subgraphs.clamp_reads(module, extents_of(module, extents(node), first=1))
+    (buffer,) = subgraphs.inline(module, _joint_placeholders(device), captured)
+    return buffer
+
+
+def _captured_gradients(
+    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any]
+) -> _CapturedGradients:
+    result = _CapturedGradients([], [], [])
+    ranges = extents_of(joint.module, extents(node), first=1)
+    placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
+    for contributions, placeholder, buffer in zip(joint.captured, placeholders, captured, strict=True):
+        if contributions is None:
+            result.accumulators.append(None)
+            continue
+        accumulator = compat.full(buffer.get_size(), 0, torch.float32, device)
+        result.accumulators.append(accumulator)
+        for contribution in contributions:
+            value = returning(joint.module, [contribution.value])
+            subgraphs.clamp_reads(value, extents_of(value, extents(node), first=1))
+            address = subgraphs.address(joint.module, contribution, subgraphs.shape_of(placeholder), ranges)
+            subgraphs.clamp_reads(address, extents_of(address, extents(node), first=1))
+            result.targets.append(accumulator)
+            for module in (value, address):
+                result.subgraphs.extend(subgraphs.inline(module, _joint_placeholders(device), captured))
+    return result
+
+
+def _rounded_once(captured: _CapturedGradients, tensors: list[Any]) -> tuple[Any, ...]:
+    """The accumulators in the captured tensors' own dtypes."""
+    convert = lowerings[torch.ops.prims.convert_element_type]
+    return tuple(
+        accumulator if accumulator is None else convert(accumulator, tensor.get_dtype())
+        for accumulator, tensor in zip(captured.accumulators, tensors, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""FX graph to FX graph; nothing here knows of Triton."""

@@ -1,0 +1,210 @@
+"""score_mods that stock refuses, rewritten on Dynamo's graph into ones that every stage below understands.
+
+Dynamo hands us ``flex_attention(q, k, v, score_mod, block_mask, ..., captured, mask_captured)`` with the score_mod as a
+small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its value and its gradient:
+
+    nested indexing          table[i][j]                 -> table[i, j]
+    captured-only work       softplus(table)[h], w[0]    -> computed once outside, the result captured
+    0-d captures             score * temperature         -> score * temperature.view(1)[0]
+    unused captures          _ = w[h]; return score      -> not captured at all
+    no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
+    masks that read weights  w[h] > 0 in a mask_mod      -> the weight detached; no gradient flows through a mask
+
+and the logsumexp is asked for wherever a gradient will need it (the front end forgets it for CPU tensors).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..compat import flex_attention_hop
+from ..options import Options
+from ..report import record, user_line
+
+NAME = "score_mods"
+INPUTS = 5
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Rewrite, in place, every flex_attention of a Dynamo graph."""
+    if not own.enabled(NAME):
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
+        _rewrite_node(gm, node)
+    gm.recompile()
+
+
+def _rewrite_node(gm: GraphModule, node: Node) -> None:
+    query, key, value, score_mod, block_mask, scale, kernel_options, *captured = node.args
+    score_captured, mask_captured = (list(c) for c in (captured + [(), ()])[:2])
+    module = getattr(gm, score_mod.target)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    returned = graph.graph_copy(module.graph, copies)
+    graph.output(returned)
+    done: list[str] = []
+
+    with gm.graph.inserting_before(node):
+        _flatten_nested_indexing(graph, done)
+        score_captured = _compute_outside(gm.graph, graph, score_captured, done)
+        score_captured = _drop_unused(graph, score_captured, done)
+        score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
+        _connect_score(graph, done)
+        mask_captured = [_detached(gm.graph, c, done) for c in mask_captured]
+        new_score_mod = _install(gm, score_mod.target, GraphModule(module, graph))
+
+    kernel_options = dict(kernel_options)
+    if not kernel_options.get("OUTPUT_LOGSUMEXP") and _needs_grad([query, key, value, *score_captured]):
+        kernel_options["OUTPUT_LOGSUMEXP"] = True
+    node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(score_captured), tuple(mask_captured))
+    if done:
+        record(NAME, "flex_attention", "rewritten", "; ".join(done), user_line(node))
+
+
+def _install(gm: GraphModule, name: str, module: GraphModule) -> Node:
+    """Add ``module`` beside the score_mod it replaces (which other nodes may share) and refer to it."""
+    fresh, i = f"{name}_gradfuse", 0
+    while hasattr(gm, fresh):
+        i += 1
+        fresh = f"{name}_gradfuse_{i}"
+    gm.add_module(fresh, module)
+    return gm.graph.get_attr(fresh)
+
+
+def _value(node: Any) -> Any:
+    """The fake tensor of a Dynamo node, None for anything else."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _needs_grad(operands: list[Any]) -> bool:
+    return torch.is_grad_enabled() and any(_value(o) is not None and _value(o).requires_grad for o in operands)
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
+    """An index as a tuple of scalars (0-d tensors and ints), None where it is anything else."""
+    indices = index if isinstance(index, tuple) else (index,)
+    for i in indices:
+        scalar = isinstance(i, int) and not isinstance(i, bool)
+        if not scalar and not (_value(i) is not None and _value(i).dim() == 0 and _value(i).dtype != torch.bool):
+            return None
+    return indices
+
+
+def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
+    for outer in list(graph.find_nodes(op="call_function", target=operator.getitem)):
+        inner = outer.args[0]
+        while isinstance(inner, Node) and inner.target is operator.getitem and _value(inner.args[0]) is not None:
+            first, second = _scalar_indices(inner.args[1]), _scalar_indices(outer.args[1])
+            if first is None or second is None:
+                break
+            outer.args = (inner.args[0], (*first, *second))
+            done.append("nested indexing flattened")
+            inner = outer.args[0]
+    graph.eliminate_dead_code()
+
+
+def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+    """Move what depends on captured tensors alone out of the score_mod, as new operands."""
+    placeholders = _placeholders(graph)
+    position = set(placeholders[:INPUTS])
+    operands = dict(zip(placeholders[INPUTS:], captured, strict=True))
+    movable: dict[Node, bool] = {p: True for p in operands}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op in ("call_function", "call_method") and inputs:
+            movable[node] = not position & set(inputs) and all(movable.get(i, False) for i in inputs)
+
+    moved: dict[Node, Node] = {}
+
+    def outside(node: Node) -> Any:
+        if node in operands:
+            return operands[node]
+        if node not in moved:
+            moved[node] = outer.node_copy(node, outside)
+        return moved[node]
+
+    roots = [
+        n
+        for n in graph.nodes
+        if movable.get(n) and n not in operands and _value(n) is not None and not all(movable.get(u) for u in n.users)
+    ]
+    for root in roots:
+        with graph.inserting_after(_placeholders(graph)[-1]):
+            operand = graph.placeholder(f"captured_{root.name}")
+        operand.meta = dict(root.meta)
+        captured = [*captured, outside(root)]
+        root.replace_all_uses_with(operand)
+        done.append(f"{root.format_node().split(' : ')[0].lstrip('%')} computed outside")
+    graph.eliminate_dead_code()
+    return captured
+
+
+def _drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+    kept = []
+    for placeholder, operand in zip(_placeholders(graph)[INPUTS:], captured, strict=True):
+        if placeholder.users:
+            kept.append(operand)
+        else:
+            graph.erase_node(placeholder)
+            if _value(operand) is not None and _value(operand).requires_grad:
+                done.append("unused capture dropped")
+    return kept
+
+
+def _index_scalars(outer: Graph, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
+    """Capture a 0-d tensor as a vector of one element, on the query's device, and index it."""
+    result = []
+    for placeholder, operand in zip(_placeholders(graph)[INPUTS:], captured, strict=True):
+        value = _value(operand)
+        if value is not None and value.dim() == 0:
+            device = _value(query).device if _value(query) is not None else value.device
+            if value.device != device:
+                operand = outer.call_method("to", (operand, device))
+            operand = outer.call_method("view", (operand, (1,)))
+            operand.meta["example_value"] = value.view(1)
+            with graph.inserting_after(_placeholders(graph)[-1]):
+                element = graph.call_function(operator.getitem, (placeholder, (0,)))
+            element.meta = dict(placeholder.meta)
+            placeholder.replace_all_uses_with(element, delete_user_cb=lambda user, new=element: user is not new)
+            placeholder.meta = dict(operand.meta)
+            done.append("0-d capture indexed")
+        result.append(operand)
+    return result
+
+
+def _connect_score(graph: Graph, done: list[str]) -> None:
+    """Make an output that does not depend on the score formally depend on it, without changing value or gradient."""
+    score, _, _, q_index, _ = _placeholders(graph)[:INPUTS]
+    output = graph.find_nodes(op="output")[0]
+    reached = {score}
+    for node in graph.nodes:
+        if reached & set(node.all_input_nodes):
+            reached.add(node)
+    if output in reached:
+        return
+    with graph.inserting_before(output):
+        always = graph.call_function(operator.ge, (q_index, 0))
+        connected = graph.call_function(torch.where, (always, output.args[0], score))
+    output.args = (connected,)
+    done.append("output without the score connected to it")
+
+
+def _detached(outer: Graph, operand: Any, done: list[str]) -> Any:
+    value = _value(operand)
+    if value is None or not value.requires_grad:
+        return operand
+    detached = outer.call_method("detach", (operand,))
+    detached.meta["example_value"] = value.detach()
+    done.append("weight read by a mask_mod detached")
+    return detached
+
+
