@@ -1,0 +1,124 @@
+"""The common runner: cases, peers, medians, errors against float64, peak memory, JSON beside its environment.
+
+A suite (``flex.py``, ...) yields ``Case``s. A case has inputs and a function of them; each peer turns the function into
+something callable (or says why it cannot). Forward and backward are timed with ``triton.testing.do_bench`` (median) in one
+process, peers one after the other, so that the ratios of one run can be trusted where absolute times cannot.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Case:
+    """One row: ``function(*inputs)`` is the thing measured, ``reference(*inputs)`` the same in float64 (or None)."""
+
+    name: str
+    parameters: dict[str, Any]
+    inputs: list[torch.Tensor]
+    function: Callable[..., torch.Tensor]
+    reference: Callable[..., list[torch.Tensor]] | None = None
+    peers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
+
+
+def stock(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="inductor", fullgraph=True)
+
+
+def gradfuse(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="gradfuse", fullgraph=True)
+
+
+def environment() -> dict[str, Any]:
+    import triton
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": gpu,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius error in float64; of two zeros it is 0, of anything against zero the norm itself."""
+    got, want = got.double(), want.double()
+    scale = want.norm()
+    return float((got - want).norm() / scale) if scale > 0 else float(got.norm())
+
+
+def measure(case: Case, *, compile_only: bool = False) -> list[dict[str, Any]]:
+    """One row a peer: forward and backward medians in ms, error of each gradient, peak memory of a step in MB."""
+    rows = []
+    leaves = [x for x in case.inputs if x.requires_grad]
+    want: list[torch.Tensor] | None = None
+    grad: torch.Tensor | None = None
+    for peer, prepare in case.peers.items():
+        row: dict[str, Any] = {"case": case.name, **case.parameters, "peer": peer}
+        rows.append(row)
+        torch._dynamo.reset()
+        try:
+            run = prepare(case.function)
+            out = run(*case.inputs)
+            if grad is None:
+                grad = torch.randn_like(out)
+            grads = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            if compile_only:
+                continue
+            if want is None and case.reference is not None:
+                want = case.reference(*case.inputs, grad)
+            if want is not None:
+                got = [out, *grads]
+                row["error"] = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
+            row.update(_times(run, case.inputs, out, leaves, grad))
+            del out, grads
+        except Exception as error:
+            row["refused"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def _times(
+    run: Callable[..., Any], inputs: list[torch.Tensor], out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor
+) -> dict[str, float]:
+    from triton.testing import do_bench
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    result = {
+        "forward_ms": do_bench(lambda: run(*inputs), return_mode="median"),
+        "backward_ms": do_bench(backward, return_mode="median"),
+    }
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(run(*inputs), leaves, grad)
+    torch.cuda.synchronize()
+    result["step_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return result
+
+
+def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, out: Path | None = None) -> None:
+    """Measure every case and write ``results/<name>.json``."""
+    import torch._functorch.config as functorch_config
+
+    functorch_config.donated_buffer = False
+    rows = [row for case in cases for row in measure(case, compile_only=compile_only)]
+    if not compile_only:
+        path = out or RESULTS / f"{name}.json"
+        path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
