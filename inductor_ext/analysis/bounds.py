@@ -14,16 +14,113 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..compat import statically_known_true
-from .captured_grads import shape_of
+from .captured_grads import constant_of, shape_of
 
 aten = torch.ops.aten
 
 
+#: An integer interval, both ends included; None is unbounded.
+Interval = tuple[int | None, int | None]
+UNBOUNDED: Interval = (None, None)
+
+
+def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | None = None) -> Interval:
+    """The range of an integer scalar of a score_mod graph, by interval arithmetic over its FX nodes.
+
+    ``extents`` gives the lengths of the ranges of b, h, q and k. What is not understood, or symbolic, is unbounded.
+    """
+    known = {} if known is None else known
+    constant = constant_of(node)
+    if constant is not None:
+        return constant, constant
+    if not isinstance(node, Node):
+        return UNBOUNDED
+    if node not in known:
+        extent = extents.get(node)
+        known[node] = (0, extent - 1) if isinstance(extent, int) else _interval_of_op(node, extents, known)
+    return known[node]
+
+
+def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
+    rule = _INTERVAL_RULES.get(node.target)
+    value = node.meta.get("val")
+    if rule is None or node.kwargs.get("alpha", 1) != 1 or not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return UNBOUNDED
+    return rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
+
+
+def _add(x: Interval, y: Interval) -> Interval:
+    return tuple(None if a is None or b is None else a + b for a, b in zip(x, y, strict=True))
+
+
+def _neg(x: Interval) -> Interval:
+    return tuple(None if a is None else -a for a in reversed(x))
+
+
+def _mul(x: Interval, y: Interval) -> Interval:
+    if None in (*x, *y):
+        return UNBOUNDED
+    products = [a * b for a in x for b in y]
+    return min(products), max(products)
+
+
+def _abs(x: Interval) -> Interval:
+    if None in x:
+        return 0, None
+    return (0 if x[0] <= 0 <= x[1] else min(map(abs, x))), max(map(abs, x))
+
+
+def _floor_divide(x: Interval, y: Interval, *_: Any) -> Interval:
+    return (x[0] // y[0], x[1] // y[0]) if None not in x and y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
+
+
+def _remainder(x: Interval, y: Interval) -> Interval:
+    return (0, y[0] - 1) if y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
+
+
+def _minimum(x: Interval, y: Interval) -> Interval:
+    low = None if None in (x[0], y[0]) else min(x[0], y[0])
+    return low, min((a for a in (x[1], y[1]) if a is not None), default=None)
+
+
+def _maximum(x: Interval, y: Interval) -> Interval:
+    return _neg(_minimum(_neg(x), _neg(y)))
+
+
+def _where(_: Interval, x: Interval, y: Interval) -> Interval:
+    low = None if None in (x[0], y[0]) else min(x[0], y[0])
+    return low, None if None in (x[1], y[1]) else max(x[1], y[1])
+
+
+_INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: lambda x, y: _add(x, _neg(y)),
+    aten.rsub.Scalar: lambda x, y: _add(y, _neg(x)),
+    aten.neg.default: _neg,
+    aten.mul.Tensor: _mul,
+    aten.abs.default: _abs,
+    aten.floor_divide.default: _floor_divide,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Tensor: _remainder,
+    aten.minimum.default: _minimum,
+    aten.maximum.default: _maximum,
+    aten.clamp_min.default: _maximum,
+    aten.clamp_max.default: _minimum,
+    aten.where.self: _where,
+    aten._to_copy.default: lambda x, *_: x,
+    aten.detach.default: lambda x: x,
+    aten.lift_fresh_copy.default: lambda x: x,
+    aten.alias.default: lambda x: x,
+    aten.clone.default: lambda x: x,
+}
+
+
 def in_range(index: Node | int, size: Any, extents: dict[Node, Any]) -> bool:
     """Whether ``0 <= index < size`` holds for every element, ``extents`` giving the range of b, h, q and k."""
-    if isinstance(index, int):
-        return statically_known_true(0 <= index) and statically_known_true(index < size)
-    return index in extents and statically_known_true(extents[index] <= size)
+    if index in extents:
+        return statically_known_true(extents[index] <= size)
+    low, high = interval(index, extents)
+    return low is not None and high is not None and low >= 0 and statically_known_true(high < size)
 
 
 def extents_of(module: GraphModule, extents: Sequence[Any], first: int) -> dict[Node, Any]:
@@ -39,17 +136,18 @@ def safe_reads(
 ) -> None:
     """Replace, in place, every tensor index of a read that could be out of range by ``make_safe(index, size)``."""
     graph = module.graph
+
+    def as_is(index: Any, size: Any) -> bool:
+        # A constant goes through make_safe as well: under vmap it must become a tensor of the tile like its neighbours.
+        if index is None or shape_of(index) != ():
+            return True
+        return constant_of(index) is None and in_range(index, size, extents)
+
     for node in list(graph.find_nodes(op="call_function", target=aten.index.Tensor)):
         table, indices = node.args
-        sizes = shape_of(table)
         with graph.inserting_before(node):
-            node.args = (
-                table,
-                [
-                    i if i is None or in_range(i, size, extents) or shape_of(i) != () else make_safe(i, size)
-                    for i, size in zip(indices, sizes, strict=False)
-                ],
-            )
+            safe = [i if as_is(i, n) else make_safe(i, n) for i, n in zip(indices, shape_of(table), strict=False)]
+        node.args = (table, safe)
     module.recompile()
 
 

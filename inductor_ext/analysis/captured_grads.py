@@ -88,23 +88,26 @@ def take_apart(module: GraphModule) -> JointGraph:
     return JointGraph(
         module,
         grad_score,
-        tuple(None if node is None else tuple(_with_constants(module, c) for c in _contributions(node)) for node in captured),
+        tuple(None if node is None else tuple(_with_constants(c) for c in _contributions(node)) for node in captured),
     )
 
 
-def _with_constants(module: GraphModule, contribution: Contribution) -> Contribution:
-    return Contribution(contribution.value, tuple(_constant_or_node(module, i) for i in contribution.indices))
+def _with_constants(contribution: Contribution) -> Contribution:
+    indices = ((i if (c := constant_of(i)) is None else c) for i in contribution.indices)
+    return Contribution(contribution.value, tuple(indices))
 
 
-def _constant_or_node(module: GraphModule, index: Node | int) -> Node | int:
-    """The integer that an index is, where the score_mod was written with one (``table[h, 3]``)."""
-    node = index
-    while isinstance(node, Node) and node.target in _PASS_THROUGH:
-        node = node.args[0]
-    if isinstance(node, Node) and node.op == "get_attr":
-        value = getattr(module, node.target)
-        return int(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else index
-    return index
+def constant_of(index: Any) -> int | None:
+    """The integer that an index is where the score_mod was written with one (``table[h, 3]``), else None."""
+    while isinstance(index, Node) and index.target in _PASS_THROUGH:
+        index = index.args[0]
+    if isinstance(index, Node) and index.op == "get_attr":
+        index = getattr(index.graph.owning_module, index.target)
+    elif isinstance(index, Node) and index.target is aten.full.default and not index.args[0]:
+        index = index.args[1]
+    if isinstance(index, torch.Tensor):
+        return int(index) if index.dim() == 0 and not index.is_floating_point() else None
+    return index if isinstance(index, int) else None
 
 
 def _contributions(node: Node) -> list[Contribution]:
@@ -139,3 +142,18 @@ def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
     graph.output([copies[o] if isinstance(o, Node) else o for o in outputs])
     graph.eliminate_dead_code()
     return GraphModule(module, graph)
+
+
+def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]:
+    """Which of b, h, q, k the indices of a contribution depend on; along the others its values may be summed first."""
+    score, b, h, q, k, grad, *_ = module.graph.find_nodes(op="placeholder")
+    reached: set[Node] = set()
+    stack = [i for i in contribution.indices if isinstance(i, Node)]
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.all_input_nodes)
+    # An index made of the score or of its gradient differs everywhere.
+    everywhere = score in reached or grad in reached
+    return tuple(everywhere or position in reached for position in (b, h, q, k))

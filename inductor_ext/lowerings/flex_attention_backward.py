@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -48,18 +48,20 @@ def _grid(
 _template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _CapturedGradients:
     """Accumulators of the captured tensors that need a gradient, and what is added to them.
 
     accumulators: one zeroed fp32 buffer a captured tensor, None where it needs no gradient.
     targets: the accumulator of each contribution.
     subgraphs: value, offset and in_bounds of each contribution, flat.
+    checked: bit i is set where contribution i's offset may be out of bounds.
     """
 
-    accumulators: list[Any]
-    targets: list[Any]
-    subgraphs: list[Any]
+    accumulators: list[Any] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    subgraphs: list[Any] = field(default_factory=list)
+    checked: int = 0
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +150,7 @@ def _lower(
     options["TRIVIAL_MASK_MOD"] = subgraphs.is_always_true(mask_graph)
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
     options["NUM_CONTRIBUTIONS"] = len(captured.targets)
+    options["CHECKED_CONTRIBUTIONS"] = captured.checked
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.subgraphs]
@@ -216,7 +219,7 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
 def _captured_gradients(
     joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any]
 ) -> _CapturedGradients:
-    result = _CapturedGradients([], [], [])
+    result = _CapturedGradients()
     ranges = extents_of(joint.module, extents(node), first=1)
     placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
     for contributions, placeholder, buffer in zip(joint.captured, placeholders, captured, strict=True):
@@ -228,8 +231,9 @@ def _captured_gradients(
         for contribution in contributions:
             value = returning(joint.module, [contribution.value])
             subgraphs.clamp_reads(value, extents_of(value, extents(node), first=1))
-            address = subgraphs.address(joint.module, contribution, subgraphs.shape_of(placeholder), ranges)
+            address, checked = subgraphs.address(joint.module, contribution, subgraphs.shape_of(placeholder), ranges)
             subgraphs.clamp_reads(address, extents_of(address, extents(node), first=1))
+            result.checked |= checked << len(result.targets)
             result.targets.append(accumulator)
             for module in (value, address):
                 result.subgraphs.extend(subgraphs.inline(module, _joint_placeholders(device), captured))

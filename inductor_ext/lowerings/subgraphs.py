@@ -120,17 +120,20 @@ def is_always_true(module: GraphModule) -> bool:
     return out.target in ones
 
 
-def address(module: GraphModule, contribution: Contribution, shape: Sequence[Any], extents: dict[Node, Any]) -> Any:
-    """A graph of ``module``'s inputs that returns ``(offset, in_bounds)`` of a contribution.
+def address(
+    module: GraphModule, contribution: Contribution, shape: Sequence[Any], extents: dict[Node, Any]
+) -> tuple[GraphModule, bool]:
+    """A graph of ``module``'s inputs that returns ``(offset, in_bounds)`` of a contribution, and whether to ask it.
 
     ``offset`` is the element's place in a contiguous gradient of ``shape``; ``in_bounds`` is False where an index lies
-    outside, so that nothing is written there whatever the index says.
+    outside, so that nothing is written there whatever the index says; the second result is False where it never is.
     """
     graph_module = returning(module, list(contribution.indices))
     graph = graph_module.graph
     output = graph.find_nodes(op="output")[0]
     placeholders = graph.find_nodes(op="placeholder")
     ranges = {p: extents[q] for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True) if q in extents}
+    checked = False
     wide = any(isinstance(s, torch.SymInt) for s in shape) or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
     with graph.inserting_before(output):
         like = placeholders[1]
@@ -140,6 +143,7 @@ def address(module: GraphModule, contribution: Contribution, shape: Sequence[Any
         for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
             if isinstance(index, Node):
                 if not in_range(index, size, ranges):
+                    checked = True
                     index = wrap_negative(graph, index, size)
                     for bound, compare in ((0, aten.ge.Scalar), (size, aten.lt.Scalar)):
                         inside = call(graph, compare, index, bound, like=index, dtype=torch.bool)
@@ -153,7 +157,7 @@ def address(module: GraphModule, contribution: Contribution, shape: Sequence[Any
             stride = stride * size
         output.args = ([offset, in_bounds],)
     graph.eliminate_dead_code()
-    return graph_module
+    return graph_module, checked
 
 
 def _device(node: Node) -> torch.device:
