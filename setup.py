@@ -4,14 +4,34 @@ The top-level ``templates/`` directory ships as the package ``inductor_ext.templ
 sources and nothing named ``templates`` lands in site-packages' top level.
 """
 
+from pathlib import Path
+
 from setuptools import setup
 
 setup(
+    name="gradfuse",
+    version="0.1.0",
+    description="A torch.compile backend that makes the backward pass of modern models correct, fast and reproducible",
+    long_description=(Path(__file__).parent / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11,<2.16",
+        "triton; sys_platform == 'linux'",
+        "sympy",
+        "numpy",
+    ],
+    extras_require={
+        # NumPy 2.4 no longer turns one-element arrays into scalars, which Triton 3.6's interpreter relies on.
+        "test": ["pytest", "expecttest", "hypothesis", "ruff", "numpy<2.4"],
+        "bench": ["matplotlib"],
+    },
     packages=[
         "inductor_ext",
         "inductor_ext.analysis",
-        "inductor_ext.rewrites",
+        "inductor_ext.demo",
         "inductor_ext.lowerings",
+        "inductor_ext.rewrites",
         "inductor_ext.templates",
     ],
     py_modules=["gradfuse"],

@@ -1,7 +1,7 @@
 """flex_attention with learned biases: forward and backward, gradfuse against stock Inductor and SDPA.
 
-    python -m benchmarks.flex                     # every case; writes results/flex.json
-    python -m benchmarks.flex --case relpos --dim 64 --compile-only   # fill the compile cache, in parallel with others
+python -m benchmarks.flex                     # every case; writes results/flex.json
+python -m benchmarks.flex --case relpos --dim 64 --compile-only   # fill the compile cache, in parallel with others
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ CASES: dict[str, tuple[Callable[[int, int, int], list[tuple[int, ...]]], Callabl
     "t5": (lambda B, H, S: [(32, H)], lambda t: lambda s, b, h, q, k: s + t[t5_bucket(k - q), h]),
     "pair": (lambda B, H, S: [(H, S, S)], lambda t: lambda s, b, h, q, k: s + t[h, q, k]),
     "pair_batch": (lambda B, H, S: [(B, H, S, S)], lambda t: lambda s, b, h, q, k: s + t[b, h, q, k]),
-    "swin": (lambda B, H, S: [(H, 127, 127)], lambda t: lambda s, b, h, q, k: s + t[h, q // 64 - k // 64 + 63, q % 64 - k % 64 + 63]),
+    "swin": (
+        lambda B, H, S: [(H, 127, 127)],
+        lambda t: lambda s, b, h, q, k: s + t[h, q // 64 - k // 64 + 63, q % 64 - k % 64 + 63],
+    ),
     "twice": (lambda B, H, S: [(H, S)], lambda t: lambda s, b, h, q, k: s + t[h, q] + t[h, k]),
 }
 

@@ -93,7 +93,11 @@ def measure(case: Case, *, compile_only: bool = False) -> list[dict[str, Any]]:
 
 
 def _times(
-    run: Callable[..., Any], inputs: list[torch.Tensor], out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor
+    run: Callable[..., Any],
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    leaves: list[torch.Tensor],
+    grad: torch.Tensor,
 ) -> dict[str, float]:
     from triton.testing import do_bench
 

@@ -317,3 +317,32 @@ def source_hash(root: str) -> str:
         if path.suffix in (".py", ".jinja"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile from scratch inside the block: neither the FX-graph cache nor AOTAutograd's is read or written."""
+    import torch._functorch.config as functorch_config
+
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def scan_lowering_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Let Inductor turn a ``scan`` that we put into ``gm`` into a loop.
+
+    That step reads the loop counter as a Python scalar, which fake tensors allow only where Dynamo saw the loop itself (or
+    under fullgraph=True).
+    """
+    values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    fake_mode = detect_fake_mode(values)
+    if fake_mode is None:
+        yield
+        return
+    before = fake_mode.allow_scalar_outputs
+    fake_mode.allow_scalar_outputs = True
+    try:
+        yield
+    finally:
+        fake_mode.allow_scalar_outputs = before

@@ -1,2 +1,80 @@
-class Explanation: ...
-def explain(*a): ...
+"""``explain``: compile a function forward and backward and show what gradfuse did with it, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import compat
+from .report import Decision, Report, collect
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; ``print(explanation)`` shows a table.
+
+    report: the decisions, in the order they were taken. output: what the function returned.
+    """
+
+    report: Report
+    output: Any
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Every decision, in order."""
+        return self.report.decisions
+
+    @property
+    def fallbacks(self) -> list[Decision]:
+        """The decisions that left an op to stock Inductor."""
+        return self.report.fallbacks
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def explain(
+    function: Callable[..., Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Callable[..., Explanation]:
+    """Return a function that compiles ``function`` (or a module) on its arguments, forward and backward, and explains.
+
+        print(inductor_ext.explain(model)(batch))
+
+    Compilation is from scratch: Dynamo is reset and the compile caches are off, so that every decision is taken again. The
+    backward runs on gradients of ones and leaves every ``.grad`` as it was.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Explanation:
+        torch._dynamo.reset()
+        with collect() as report, compat.without_caches():
+            compiled = torch.compile(function, backend="gradfuse", mode=mode, options=options, dynamic=dynamic)
+            output = compiled(*args, **kwargs)
+            tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+            leaves = [x for x in _inputs(function, args, kwargs) if x.requires_grad]
+            if tensors and leaves:
+                ones = [torch.ones_like(t) for t in tensors]
+                torch.autograd.grad(tensors, leaves, ones, allow_unused=True)
+        return Explanation(report, output)
+
+    return run
+
+
+def _inputs(function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors a gradient can go to: arguments, parameters of a module, tensors in the function's closure."""
+    found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    modules = [function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())]
+    modules += [value for value in getattr(function, "__globals__", {}).values() if isinstance(value, torch.Tensor)]
+    for item in modules:
+        if isinstance(item, torch.nn.Module):
+            found += list(item.parameters())
+        elif isinstance(item, torch.Tensor) and item.is_leaf:
+            found.append(item)
+    return list({id(x): x for x in found}.values())

@@ -13,7 +13,7 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import returning, output_nodes
+from ..analysis.captured_grads import output_nodes, returning
 from ..compat import FlexBlockMask, SymbolicGridFn, V
 from ..options import Options
 from ..report import STOCK, record, user_line
@@ -51,11 +51,17 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             reason = "inference: no logsumexp is needed"
         if reason is not None:
             record(NAME, "flex_attention", STOCK, reason, user_line(V.graph.current_node))
-            return stock(
-                query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured
-            )
+            return stock(query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured)
         return _lower(
-            query, key, value, score_mod, FlexBlockMask.of(block_mask), scale, kernel_options, score_captured, mask_captured
+            query,
+            key,
+            value,
+            score_mod,
+            FlexBlockMask.of(block_mask),
+            scale,
+            kernel_options,
+            score_captured,
+            mask_captured,
         )
 
     return flex_attention

@@ -17,7 +17,7 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, returning, take_apart
+from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, axes_of, returning, take_apart
 from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..options import Options
 from ..report import STOCK, record, user_line
@@ -55,13 +55,16 @@ class _CapturedGradients:
     accumulators: one zeroed fp32 buffer a captured tensor, None where it needs no gradient.
     targets: the accumulator of each contribution.
     subgraphs: value, offset and in_bounds of each contribution, flat.
-    checked: bit i is set where contribution i's offset may be out of bounds.
+    checked, query_free, key_free: bit i is set where contribution i's offset may be out of bounds, does not depend on
+        the query, does not depend on the key.
     """
 
     accumulators: list[Any] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
     subgraphs: list[Any] = field(default_factory=list)
     checked: int = 0
+    query_free: int = 0
+    key_free: int = 0
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,6 +154,8 @@ def _lower(
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
     options["NUM_CONTRIBUTIONS"] = len(captured.targets)
     options["CHECKED_CONTRIBUTIONS"] = captured.checked
+    options["QUERY_FREE_CONTRIBUTIONS"] = captured.query_free
+    options["KEY_FREE_CONTRIBUTIONS"] = captured.key_free
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.subgraphs]
@@ -233,7 +238,11 @@ def _captured_gradients(
             subgraphs.clamp_reads(value, extents_of(value, extents(node), first=1))
             address, checked = subgraphs.address(joint.module, contribution, subgraphs.shape_of(placeholder), ranges)
             subgraphs.clamp_reads(address, extents_of(address, extents(node), first=1))
-            result.checked |= checked << len(result.targets)
+            _, _, on_query, on_key = axes_of(joint.module, contribution)
+            bit = 1 << len(result.targets)
+            result.checked |= bit * checked
+            result.query_free |= bit * (not on_query)
+            result.key_free |= bit * (not on_key)
             result.targets.append(accumulator)
             for module in (value, address):
                 result.subgraphs.extend(subgraphs.inline(module, _joint_placeholders(device), captured))

@@ -76,8 +76,10 @@ def inline(module: GraphModule, placeholders: Sequence[Any], captured: Sequence[
 
 def _computed(box: Any, device: torch.device) -> Any:
     data = box.data.data if isinstance(box.data, ir.StorageBox) else None
-    if not isinstance(data, (ir.Pointwise, ir.InputBuffer)) or box.get_size() or (
-        isinstance(data, ir.InputBuffer) and data.get_name() in V.graph.graph_inputs
+    if (
+        not isinstance(data, (ir.Pointwise, ir.InputBuffer))
+        or box.get_size()
+        or (isinstance(data, ir.InputBuffer) and data.get_name() in V.graph.graph_inputs)
     ):
         loader, rank = box.make_loader(), len(box.get_size())
         data = ir.Pointwise.create(
@@ -132,13 +134,22 @@ def address(
     graph = graph_module.graph
     output = graph.find_nodes(op="output")[0]
     placeholders = graph.find_nodes(op="placeholder")
-    ranges = {p: extents[q] for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True) if q in extents}
+    ranges = {
+        p: extents[q]
+        for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True)
+        if q in extents
+    }
     checked = False
-    wide = any(isinstance(s, torch.SymInt) for s in shape) or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
+    wide = (
+        any(isinstance(s, torch.SymInt) for s in shape)
+        or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
+    )
     with graph.inserting_before(output):
         like = placeholders[1]
         in_bounds = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": _device(like)})
-        offset = graph.call_function(aten.full.default, ([], 0), {"dtype": torch.int64 if wide else torch.int32, "device": _device(like)})
+        offset = graph.call_function(
+            aten.full.default, ([], 0), {"dtype": torch.int64 if wide else torch.int32, "device": _device(like)}
+        )
         stride: Any = 1
         for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
             if isinstance(index, Node):

@@ -60,7 +60,17 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
     kernel_options = dict(kernel_options)
     if not kernel_options.get("OUTPUT_LOGSUMEXP") and _needs_grad([query, key, value, *score_captured]):
         kernel_options["OUTPUT_LOGSUMEXP"] = True
-    node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(score_captured), tuple(mask_captured))
+    node.args = (
+        query,
+        key,
+        value,
+        new_score_mod,
+        block_mask,
+        scale,
+        kernel_options,
+        tuple(score_captured),
+        tuple(mask_captured),
+    )
     if done:
         record(NAME, "flex_attention", "rewritten", "; ".join(done), user_line(node))
 
@@ -206,5 +216,3 @@ def _detached(outer: Graph, operand: Any, done: list[str]) -> Any:
     detached.meta["example_value"] = value.detach()
     done.append("weight read by a mask_mod detached")
     return detached
-
-
