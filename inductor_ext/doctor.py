@@ -18,7 +18,10 @@ def examine() -> int:
     print(f"{'device':<12} {_device()}")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("backend registered", _registered),
-        ("C++ compiler", lambda: shutil.which("g++") or shutil.which("clang++") or _fail("none found; CPU kernels need one")),
+        (
+            "C++ compiler",
+            lambda: shutil.which("g++") or shutil.which("clang++") or _fail("none found; CPU kernels need one"),
+        ),
         ("attention trains on CPU", lambda: _trains("cpu")),
         ("attention trains on CUDA", lambda: _trains("cuda") if torch.cuda.is_available() else _fail("no CUDA device")),
     ]
@@ -77,4 +80,8 @@ def _trains(device: str) -> str:
     scores = exact @ exact.mT / 4 * scale[:, None, None]
     (want,) = torch.autograd.grad((scores.softmax(-1) @ exact).sum(), scale)
     error = float((got.double() - want).norm() / want.norm())
-    return f"gradient of a learned bias within {error:.0e} of float64" if error < 1e-3 else _fail(f"gradient off by {error:.0e}")
+    return (
+        f"gradient of a learned bias within {error:.0e} of float64"
+        if error < 1e-3
+        else _fail(f"gradient off by {error:.0e}")
+    )

@@ -1,11 +1,14 @@
 """Run the emitted Triton kernels on CPU tensors, by Triton's interpreter.
 
-Inductor emits Triton for CPU tensors when ``cpu_backend`` is "triton"; it also asks Triton for an active driver, so a stub
-answers. Usable by every lowering: compile under ``triton_on_cpu()`` and call.
+Inductor emits Triton for CPU tensors when ``cpu_backend`` is "triton"; it also asks Triton for an active driver, so a
+stub answers. Usable by every lowering: compile under ``triton_on_cpu()`` and call.
 """
 
 import contextlib
+import math
+from unittest import mock
 
+import numpy as np
 import torch
 from torch._inductor import config
 
@@ -27,18 +30,54 @@ class _StubDriver:
     def get_current_stream(self, _device=None):
         return 0
 
-    def get_device_interface(self):
-        return torch.cpu
 
-    def get_benchmarker(self):
-        return lambda fn, **_: (fn(), [1.0, 1.0, 1.0])[1]
+#: libdevice has no interpreter implementation; these are the functions that score_mods reach.
+_LIBDEVICE = {
+    **{name: getattr(np, name) for name in ("exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "floor", "ceil", "sqrt")},
+    "pow": np.power,
+    "erf": np.vectorize(math.erf, otypes=[np.float32]),
+}
+
+
+def _interpreted(function):
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def call(*arguments, **_):
+        data = function(*(a.handle.data for a in arguments)).astype(arguments[0].handle.data.dtype)
+        return tl.core.tensor(TensorHandle(data, arguments[0].handle.dtype), arguments[0].type)
+
+    return call
+
+
+def _dot_of_bfloat16(create_dot):
+    """The interpreter keeps bfloat16 as its 16 bits and multiplies those as integers; widen them first."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def widened(x):
+        if x.dtype != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def call(self, a, b, d, *rest):
+        return create_dot(self, widened(a), widened(b), d, *rest)
+
+    return call
 
 
 @contextlib.contextmanager
 def triton_on_cpu(**patches):
     """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs."""
     import triton
+    from torch._inductor.runtime import triton_helpers
+    from triton.runtime.interpreter import InterpreterBuilder
 
     triton.runtime.driver.set_active(_StubDriver())
-    with config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches):
+    with contextlib.ExitStack() as stack:
+        for name, function in _LIBDEVICE.items():
+            stack.enter_context(mock.patch.object(triton_helpers.libdevice, name, _interpreted(function), create=True))
+        dot = _dot_of_bfloat16(InterpreterBuilder.create_dot)
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
+        stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield

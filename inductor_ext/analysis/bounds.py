@@ -44,12 +44,7 @@ def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | 
 def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
     rule = _INTERVAL_RULES.get(node.target)
     value = node.meta.get("val")
-    if (
-        rule is None
-        or node.kwargs.get("alpha", 1) != 1
-        or not isinstance(value, torch.Tensor)
-        or value.is_floating_point()
-    ):
+    if rule is None or node.kwargs.get("alpha", 1) != 1 or not isinstance(value, torch.Tensor) or value.is_floating_point():
         return UNBOUNDED
     return rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
 

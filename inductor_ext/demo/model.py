@@ -100,4 +100,6 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, mask)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), text[:, 1:].flatten())
+        return F.cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), text[:, 1:].flatten()
+        )

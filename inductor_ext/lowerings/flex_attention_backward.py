@@ -210,9 +210,7 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
         module = returning(joint.module, [])
         zero = module.graph.find_nodes(op="output")[0]
         with module.graph.inserting_before(zero):
-            constant = module.graph.call_function(
-                aten.full.default, ([], 0.0), {"dtype": torch.float32, "device": device}
-            )
+            constant = module.graph.call_function(aten.full.default, ([], 0.0), {"dtype": torch.float32, "device": device})
         zero.args = ([constant],)
     else:
         module = returning(joint.module, [joint.grad_score])

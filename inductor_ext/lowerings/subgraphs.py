@@ -50,10 +50,6 @@ class _ScalarLowering(PointwiseSubgraphLowering):
             return lowerings[aten.full]([], value.item(), dtype=value.dtype, device=self.device)
         return value
 
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.SymInt, lambda s: s.node.expr, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
 
 def score_placeholders(device: torch.device, dtype: torch.dtype, gradient: bool = False) -> list[Any]:
     """Placeholders ``score, b, h, m, n`` and, for a joint graph, ``grad_score_mod``."""
@@ -97,9 +93,14 @@ def _computed(box: Any, device: torch.device) -> Any:
     return buffer
 
 
+def _expression(size: Any) -> Any:
+    """A size as the lowering takes it: an int, or the sympy expression of a symbolic one."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     """Make every read of a captured tensor stay inside it, in place."""
-    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, size))
+    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, _expression(size)))
 
 
 def is_identity(module: GraphModule) -> bool:
@@ -135,15 +136,10 @@ def address(
     output = graph.find_nodes(op="output")[0]
     placeholders = graph.find_nodes(op="placeholder")
     ranges = {
-        p: extents[q]
-        for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True)
-        if q in extents
+        p: extents[q] for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True) if q in extents
     }
     checked = False
-    wide = (
-        any(isinstance(s, torch.SymInt) for s in shape)
-        or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
-    )
+    wide = any(isinstance(s, torch.SymInt) for s in shape) or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
     with graph.inserting_before(output):
         like = placeholders[1]
         in_bounds = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": _device(like)})
@@ -152,8 +148,10 @@ def address(
         )
         stride: Any = 1
         for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
+            proven = in_range(index, size, ranges)
+            size = _expression(size)
             if isinstance(index, Node):
-                if not in_range(index, size, ranges):
+                if not proven:
                     checked = True
                     index = wrap_negative(graph, index, size)
                     for bound, compare in ((0, aten.ge.Scalar), (size, aten.lt.Scalar)):

@@ -101,9 +101,7 @@ class JointFunction:
             module,
             owners=tuple(i for i, _ in flat),
             ranks=tuple(len(c.indices) for _, c in flat),
-            reduced=tuple(
-                tuple(axis for axis, used in enumerate(axes_of(joint.module, c)) if not used) for _, c in flat
-            ),
+            reduced=tuple(tuple(axis for axis, used in enumerate(axes_of(joint.module, c)) if not used) for _, c in flat),
             trusted=tuple(
                 tuple(in_range(x, s, ranges) for x, s in zip(c.indices, shapes[i].shape, strict=True)) for i, c in flat
             ),
@@ -111,9 +109,7 @@ class JointFunction:
         )
 
 
-def _over_grid(
-    function: Callable[..., Any], tiles: Sequence[Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor
-) -> Any:
+def _over_grid(function: Callable[..., Any], tiles: Sequence[Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
     """Evaluate a scalar ``function(*tiles, b, h, q, k)`` on tiles [B, H, Q, K] and the four index vectors."""
     t = (0,) * len(tiles)
     for in_dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
@@ -236,15 +232,13 @@ class DenseAttention:
         work = _working_dtype(query)
         blocks = _QueryBlocks(query.shape[2], query.device)
         grad = torch.zeros_like(out, dtype=work) if grad_out is None else grad_out.to(work)
-        delta = (out.to(work) * grad).sum(-1)
-        if grad_logsumexp is not None:
-            delta = delta - grad_logsumexp.to(work) / math.log(2)
+        grad_lse = torch.zeros_like(logsumexp) if grad_logsumexp is None else grad_logsumexp
         wanted = [c for c, want in zip(captured, joint.wanted, strict=True) if want]
         slot = {i: s for s, i in enumerate(i for i, want in enumerate(joint.wanted) if want)}
 
         def block(carry: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
             dk, dv, *sums = carry
-            q, do, lse, delta, position, row_ok = xs
+            q, do, lse, grad_lse, position, row_ok = xs
             key, value, b, h, k = others[:5]
             tables, captured, mask_captured = split(others[5:])
             indices = b, h, position, k
@@ -253,7 +247,11 @@ class DenseAttention:
             scores = torch.where(visible, self._scores(raw, visible, captured, *indices), -math.inf).to(work)
             lse = torch.where(lse == -math.inf, 0.0, lse.to(work) * math.log(2))
             probs = torch.exp(scores - lse[..., None])
-            dmod = probs * (_group_matmul(do, value.transpose(-2, -1)) - delta[..., None])
+            dprobs = _group_matmul(do, value.transpose(-2, -1))
+            # All keys are here, so the row's mean is taken exactly; flash attention's rowsum(out * do) would leave the
+            # rounding of `out` in every sum over a row, which is all there is of some captured gradients.
+            delta = (probs * dprobs).sum(-1, keepdim=True) - grad_lse.to(work)[..., None] / math.log(2)
+            dmod = probs * (dprobs - delta)
             dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices)
             dscores = torch.where(visible, dscores, 0.0).to(work) * self.scale
             for owner, place, addend in contributions:
@@ -264,10 +262,8 @@ class DenseAttention:
 
         split = self._split_tables
         init = [torch.zeros(x.shape, dtype=work, device=x.device) for x in (key, value)]
-        init += [
-            torch.zeros(c.shape, dtype=work if c.dtype != torch.float64 else c.dtype, device=c.device) for c in wanted
-        ]
-        xs = [blocks.split(x) for x in (query.to(work), grad, logsumexp, delta)] + [blocks.positions(), blocks.valid()]
+        init += [torch.zeros(c.shape, dtype=work if c.dtype != torch.float64 else c.dtype, device=c.device) for c in wanted]
+        xs = [blocks.split(x) for x in (query.to(work), grad, logsumexp, grad_lse)] + [blocks.positions(), blocks.valid()]
         others = [key.to(work), value.to(work), *_ranges(query, key), *tables, *captured, *mask_captured]
         (dk, dv, *sums), (dq,) = _scan(block, init, xs, others)
         grads = iter(sums)
@@ -306,7 +302,9 @@ class DenseAttention:
 def _accumulate(table: Tensor, place: list[Tensor], addend: Tensor) -> Tensor:
     """``table[place] += addend`` for index tensors [B, H, Q, K], any of these dims 1 where already summed."""
     if addend.numel() != 1:
-        return aten.index_put(table, place, addend, True)
+        # Not index_put(table, ...): Inductor would do that in place, hand the loop its own input back, and then reuse that
+        # buffer as if it were dead.
+        return table + aten.index_put(torch.zeros_like(table), place, addend, True)
     # One element: Inductor's C++ backend cannot vectorise a scatter to a constant place, so add it as a one-hot.
     one_hot = addend.reshape(())
     for dim, index in enumerate(place):
@@ -388,9 +386,7 @@ class _QueryBlocks:
         return whole.reshape(*whole.shape[:2], self.count * self.size, *whole.shape[4:])[:, :, : self.length]
 
     def _all(self) -> Tensor:
-        return torch.arange(self.count * self.size, device=self.device, dtype=torch.int32).reshape(
-            self.count, self.size
-        )
+        return torch.arange(self.count * self.size, device=self.device, dtype=torch.int32).reshape(self.count, self.size)
 
     def positions(self) -> Tensor:
         """Query index of each row, [blocks, size], kept inside the queries."""
@@ -418,8 +414,11 @@ def _scan(
 
     def step(*arguments: Any) -> list[Tensor]:
         carry, x, rest = arguments[:count], arguments[count : count + len(xs)], arguments[count + len(xs) :]
-        new, ys = block(list(carry) if init else [], list(x), list(rest))
+        new, ys = block(list(carry) if init else [], list(x), list(rest[: len(others)]))
         return [*(new or [carry[0].clone()]), *ys]
 
-    result = compat.scan_op(step, start, xs, tuple(others))
+    # Symbolic sizes must be operands: that is where Inductor looks them up when it allocates the stacked results.
+    shapes = [n for x in (*xs, *others) if isinstance(x, Tensor) for n in x.shape]
+    sizes = {str(n): n for n in shapes if isinstance(n, torch.SymInt)}
+    result = compat.scan_op(step, start, xs, (*others, *sizes.values()))
     return list(result[: len(init)]), list(result[count:])

@@ -8,7 +8,6 @@ small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its val
     0-d captures             score * temperature         -> score * temperature.view(1)[0]
     unused captures          _ = w[h]; return score      -> not captured at all
     no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
-    masks that read weights  w[h] > 0 in a mask_mod      -> the weight detached; no gradient flows through a mask
 
 and the logsumexp is asked for wherever a gradient will need it (the front end forgets it for CPU tensors).
 """
@@ -54,7 +53,6 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
         score_captured = _drop_unused(graph, score_captured, done)
         score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
         _connect_score(graph, done)
-        mask_captured = [_detached(gm.graph, c, done) for c in mask_captured]
         new_score_mod = _install(gm, score_mod.target, GraphModule(module, graph))
 
     kernel_options = dict(kernel_options)
@@ -206,13 +204,3 @@ def _connect_score(graph: Graph, done: list[str]) -> None:
         connected = graph.call_function(torch.where, (always, output.args[0], score))
     output.args = (connected,)
     done.append("output without the score connected to it")
-
-
-def _detached(outer: Graph, operand: Any, done: list[str]) -> Any:
-    value = _value(operand)
-    if value is None or not value.requires_grad:
-        return operand
-    detached = outer.call_method("detach", (operand,))
-    detached.meta["example_value"] = value.detach()
-    done.append("weight read by a mask_mod detached")
-    return detached

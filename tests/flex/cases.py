@@ -1,0 +1,393 @@
+"""Cases of flex_attention with captured tensors, each with a score_mod as a user writes it and the same as dense math.
+
+``Case.check`` compiles with gradfuse, runs forward and backward, and compares the output and every gradient with float64
+autograd of the dense formula. The same cases run on the CPU path, in the interpreter and on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+#: Relative Frobenius error against float64 that a gradient in the dtype may have.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-6}
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    scale = want.norm()
+    return float((got - want).norm() / scale) if scale > 1e-12 else float((got - want).norm())
+
+
+@dataclass
+class Case:
+    """One attention. ``tables`` are the captured tensors (name -> shape, or a function of the generator's device).
+
+    score_mod(tables) returns the user's function; dense(tables) returns ``f(scores, b, h, q, k)`` on broadcast index
+    tensors. ``frozen`` tables need no gradient; ``zero`` tables have a gradient that is zero by theory.
+    """
+
+    name: str
+    tables: dict[str, tuple[int, ...]]
+    score_mod: Callable[[dict[str, Tensor]], Callable[..., Tensor]]
+    dense: Callable[[dict[str, Tensor]], Callable[..., Tensor]]
+    frozen: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    mask: Callable[..., Tensor] | None = None
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int | None = None
+    kv_batch: int | None = None
+    length: int = 80
+    kv_length: int | None = None
+    dim: int = 16
+    v_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    block_size: int = 128
+    inputs_need_grad: bool = True
+    layout: str = "contiguous"
+
+    def make(self, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        kv_heads, kv_batch = self.kv_heads or self.heads, self.kv_batch or self.batch
+        kv_length, v_dim = self.kv_length or self.length, self.v_dim or self.dim
+        shapes = [
+            (self.batch, self.heads, self.length, self.dim),
+            (kv_batch, kv_heads, kv_length, self.dim),
+            (kv_batch, kv_heads, kv_length, v_dim),
+        ]
+        if self.layout == "transposed":
+            inputs = [draw(b, s, h, d).transpose(1, 2) for b, h, s, d in shapes]
+        elif self.layout == "expanded":
+            inputs = [draw(b, 1, s, d).expand(b, h, s, d) for b, h, s, d in shapes]
+        else:
+            inputs = [draw(*s) for s in shapes]
+        inputs = [x.detach().requires_grad_(self.inputs_need_grad) for x in inputs]
+        tables = {}
+        for name, shape in self.tables.items():
+            table = draw(*shape, dtype=self.dtypes.get(name, self.dtype))
+            tables[name] = table.requires_grad_(name not in self.frozen)
+        return inputs, tables
+
+    def block_mask(self, device: str) -> Any:
+        if self.mask is None:
+            return None
+        return create_block_mask(
+            self.mask,
+            self.batch if self.kv_batch else None,
+            None,
+            self.length,
+            self.kv_length or self.length,
+            device=device,
+            BLOCK_SIZE=self.block_size,
+        )
+
+    def exact(self, inputs: list[Tensor], tables: dict[str, Tensor], grad: Tensor | None) -> list[Tensor]:
+        """Output and gradients in float64: q, k, v (if they need one), then every table that needs one."""
+        device = inputs[0].device
+        exact_inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+        exact_tables = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in tables.items()}
+        q, k, v = exact_inputs
+        b, h, i, j = (
+            torch.arange(n, device=device).reshape([-1 if axis == d else 1 for d in range(4)])
+            for axis, n in enumerate((q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        )
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1).expand(q.shape[0], -1, -1, -1) for x in (k, v))
+        scores = self.dense(exact_tables)(q @ k.mT / math.sqrt(q.shape[-1]), b, h, i, j)
+        scores = scores.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask(b, h, i, j), -math.inf)
+        out = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+        if grad is None:
+            return [out]
+        leaves = [x for x in (*exact_inputs, *exact_tables.values()) if x.requires_grad]
+        grads = torch.autograd.grad(out, leaves, grad.double(), allow_unused=True)
+        return [out, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+    def function(self, tables: dict[str, Tensor], device: str, **kwargs: Any) -> Callable[..., Tensor]:
+        score_mod, mask = self.score_mod(tables), self.block_mask(device)
+        gqa = self.kv_heads is not None
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return flex_attention(query, key, value, score_mod=score_mod, block_mask=mask, enable_gqa=gqa, **kwargs)
+
+        return attention
+
+    def check(self, device: str, options: dict[str, Any] | None = None, dynamic: bool | None = None, **kwargs: Any) -> None:
+        inputs, tables = self.make(device)
+        function = self.function(tables, device, **kwargs)
+        compiled = torch.compile(function, backend="gradfuse", options=options, dynamic=dynamic, fullgraph=True)
+        out = compiled(*inputs)
+        # Partly along the output, so that the gradient of a temperature is a sum of terms of one sign and well conditioned.
+        grad = out.detach() + 0.5 * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        leaves = {n: x for n, x in (*zip("qkv", inputs, strict=True), *tables.items()) if x.requires_grad}
+        grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
+        want_out, *want = self.exact(inputs, tables, grad)
+        worst = {"out": relative_error(out, want_out)}
+        for (name, leaf), got, exact in zip(leaves.items(), grads, want, strict=True):
+            assert got is None or got.dtype == leaf.dtype
+            got = torch.zeros_like(leaf) if got is None else got
+            if name in self.zero:
+                # Zero by theory; what is left is the rounding of sums over a row of terms of order one.
+                assert got.abs().max() < 100 * TOLERANCE[self.dtype], (name, got.abs().max())
+            else:
+                worst[name] = relative_error(got, exact)
+        tolerance = {n: TOLERANCE[leaves[n].dtype if n in leaves else self.dtype] for n in worst}
+        for name, error in worst.items():
+            assert error <= max(tolerance[name], TOLERANCE[self.dtype]), (name, worst)
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def _window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q - k < 24)
+
+
+def _nothing_for_row_5(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q != 5) & (k >= 0)
+
+
+def _bucket(d: Tensor) -> Tensor:
+    return torch.where(d > 0, 8, 0) + d.abs().clamp(max=7)
+
+
+S = 80
+IDENTITY = ({}, lambda t: lambda s, b, h, q, k: s, lambda t: lambda s, b, h, q, k: s)
+RELPOS = (
+    {"t": (4, 2 * S)},
+    lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S],
+    lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S],
+)
+
+#: Shapes, dtypes, layouts and masks.
+FEATURES = [
+    Case("plain", *IDENTITY),
+    Case("one_query_one_key", *IDENTITY, length=1),
+    Case("one_query", *RELPOS, length=1, kv_length=70),
+    Case("odd_length", *RELPOS, length=77),
+    Case("longer_keys", *RELPOS, length=33, kv_length=80),
+    Case("longer_queries", *RELPOS, length=80, kv_length=17),
+    Case("two_blocks", *IDENTITY, length=200, batch=1, heads=2),
+    Case("head_dim_40", *RELPOS, dim=40, heads=4),
+    Case("head_dim_80_value_64", *RELPOS, dim=80, v_dim=64, length=40),
+    Case("head_dim_128", *RELPOS, dim=128, length=40),
+    Case("head_dim_256", *RELPOS, dim=256, length=40, batch=1),
+    Case("gqa", *RELPOS, kv_heads=2),
+    Case("gqa_one_kv_head", *RELPOS, kv_heads=1),
+    Case("kv_batch_1", *RELPOS, kv_batch=1, mask=_causal),
+    Case("transposed", *RELPOS, layout="transposed"),
+    Case("expanded", *RELPOS, layout="expanded"),
+    Case("causal", *IDENTITY, mask=_causal),
+    Case("causal_small_blocks", *RELPOS, mask=_causal, block_size=32),
+    Case(
+        "window_reads_out_of_range",
+        {"t": (4, 24)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (q - k).clamp(0, 23)],
+        mask=_window,
+    ),
+    Case("empty_row", *RELPOS, mask=_nothing_for_row_5),
+    Case("bfloat16", *RELPOS, dtype=torch.bfloat16),
+    Case("float16", *RELPOS, dtype=torch.float16, mask=_causal),
+]
+
+#: Footprints of a captured tensor.
+BIASES = [
+    Case(
+        "head_scale",
+        {"t": (4,)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][h],
+        lambda t: lambda s, b, h, q, k: s * t["t"][h],
+    ),
+    Case(
+        "head_bias",
+        {"t": (4,)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h],
+        zero=("t",),
+    ),
+    Case(
+        "key_bias",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
+    ),
+    Case(
+        "query_scale",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, q],
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, q],
+    ),
+    Case(
+        "negative_index",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, -1 - k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, -1 - k],
+    ),
+    Case(
+        "buckets",
+        {"t": (16, 4)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k - q), h],
+        lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k - q), h],
+    ),
+    Case(
+        "pair",
+        {"t": (4, S, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q, k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q, k],
+    ),
+    Case(
+        "pair_batch",
+        {"t": (2, 4, S, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
+        mask=_causal,
+    ),
+    Case(
+        "alibi",
+        {"t": (4,)},
+        lambda t: lambda s, b, h, q, k: s - torch.exp(t["t"][h]) * (q - k).abs(),
+        lambda t: lambda s, b, h, q, k: s - torch.exp(t["t"][h]) * (q - k).abs(),
+    ),
+    Case(
+        "softcap",
+        {"t": (4,)},
+        lambda t: lambda s, b, h, q, k: 5 * torch.tanh(s * t["t"][h] / 5),
+        lambda t: lambda s, b, h, q, k: 5 * torch.tanh(s * t["t"][h] / 5),
+    ),
+    Case(
+        "swin",
+        {"t": (4, 17, 19)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
+    ),
+    Case(
+        "value_out_of_bounds_is_not_written",
+        {"t": (4, 8)},
+        lambda t: lambda s, b, h, q, k: s + torch.where(k < 8, t["t"][h, torch.where(k < 8, k, 7)], 0.0),
+        lambda t: lambda s, b, h, q, k: s + torch.where(k < 8, t["t"][h, torch.where(k < 8, k, 7)], 0.0),
+    ),
+]
+
+
+def _document(t: dict[str, Tensor]) -> Callable[..., Tensor]:
+    document = torch.arange(S, device=t["t"].device) // 30
+    return lambda s, b, h, q, k: s + t["t"][h, document[q], document[k]]
+
+
+#: What stock Inductor refuses (facts-flex.md, section 1), and the upstream reports.
+REFUSED = [
+    Case(
+        "twice",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, q] + t["t"][h, k],
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, q] + t["t"][h, k],
+    ),
+    Case(
+        "thrice",
+        {"t": (S,)},
+        lambda t: lambda s, b, h, q, k: t["t"][0] * s * t["t"][q] + t["t"][k],
+        lambda t: lambda s, b, h, q, k: t["t"][0] * s * t["t"][q] + t["t"][k],
+    ),
+    Case(
+        "zero_dim_temperature",
+        {"t": ()},
+        lambda t: lambda s, b, h, q, k: s * t["t"],
+        lambda t: lambda s, b, h, q, k: s * t["t"],
+    ),
+    Case(
+        "zero_dim_and_bias",
+        {"t": (), "u": (4, S)},
+        lambda t: lambda s, b, h, q, k: s / (1 + t["t"] * t["t"]) + u(t)[h, k],
+        lambda t: lambda s, b, h, q, k: s / (1 + t["t"] * t["t"]) + u(t)[h, k],
+    ),
+    Case(
+        "nested_indexing",
+        {"t": (S, 3)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][k][0],
+        lambda t: lambda s, b, h, q, k: s + t["t"][k, 0],
+    ),
+    Case(
+        "nested_four_deep",
+        {"t": (2, 4, S, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][b][h][q][k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
+    ),
+    Case(
+        "constant_indices",
+        {"t": (3,)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][1] + t["t"][2] * (q - k) / 80,
+        lambda t: lambda s, b, h, q, k: s * t["t"][1] + t["t"][2] * (q - k) / 80,
+    ),
+    Case(
+        "constant_and_variable_index",
+        {"t": (4, 3)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, 2],
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, 2],
+    ),
+    Case(
+        "only_the_captured_tensor_needs_grad",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
+        inputs_need_grad=False,
+    ),
+    Case(
+        "output_without_score",
+        {"t": (4, S, S)},
+        lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
+        lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
+    ),
+    Case(
+        "output_needs_no_grad",
+        {"t": (4, S, S)},
+        lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
+        lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
+        frozen=("t",),
+    ),
+    Case(
+        "several_dtypes",
+        {"t": (4, S), "u": (4, 2 * S), "f": (4,), "g": (S,)},
+        lambda t: lambda s, b, h, q, k: s * t["f"][h] + t["t"][h, k] + t["u"][h, q - k + S] + t["g"][k],
+        lambda t: lambda s, b, h, q, k: s * t["f"][h] + t["t"][h, k] + t["u"][h, q - k + S] + t["g"][k],
+        frozen=("g",),
+        dtypes={"t": torch.bfloat16, "f": torch.float16},
+    ),
+    Case(
+        "expanded_view",
+        {"t": (1, S)},
+        lambda t: (lambda e: lambda s, b, h, q, k: s + e[h, k])(t["t"].expand(4, S)),
+        lambda t: lambda s, b, h, q, k: s + t["t"][0, k],
+    ),
+    Case(
+        "never_used",
+        {"t": (4,), "u": (4, S)},
+        lambda t: lambda s, b, h, q, k: (t["t"][h], s + t["u"][h, k])[1],
+        lambda t: lambda s, b, h, q, k: s + t["u"][h, k],
+    ),
+    Case(
+        "whole_table_transformed",
+        {"t": (4, S)},
+        lambda t: lambda s, b, h, q, k: s + torch.nn.functional.softplus(t["t"])[h, k],
+        lambda t: lambda s, b, h, q, k: s + torch.nn.functional.softplus(t["t"])[h, k],
+    ),
+    Case("data_dependent_pair", {"t": (4, 3, 3)}, _document, _document),
+]
+
+
+def u(t: dict[str, Tensor]) -> Tensor:
+    return t["u"]
