@@ -67,7 +67,7 @@ def _inner_compile(own: Options) -> Callable[..., Any]:
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         dense_attention.rewrite(gm, own)
-        with compat.scan_lowering_allowed(gm), compat.override_lowerings(lowerings.table(own)):
+        with compat.scans_allowed(gm), compat.override_lowerings(lowerings.table(own)):
             return compat.compile_fx_inner(gm, example_inputs, **kwargs)
 
     return inner

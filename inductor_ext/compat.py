@@ -329,20 +329,22 @@ def without_caches() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scan_lowering_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
-    """Let Inductor turn a ``scan`` that we put into ``gm`` into a loop.
+def scans_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Let Inductor turn every ``scan`` that we put into ``gm`` into a loop that is right.
 
-    That step reads the loop counter as a Python scalar, which fake tensors allow only where Dynamo saw the loop itself (or
-    under fullgraph=True).
+    Two things are in the way. The loop counter is read as a Python scalar, which fake tensors allow only where Dynamo saw
+    the loop itself (or under fullgraph=True). And a loop body that updates what it carries in place hands its input back
+    as its output, after which the memory planner takes that buffer for dead and reuses it (seen in torch 2.13).
     """
     values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     fake_mode = detect_fake_mode(values)
-    if fake_mode is None:
+    if fake_mode is None or not gm.graph.find_nodes(op="call_function", target=scan_op):
         yield
         return
     before = fake_mode.allow_scalar_outputs
     fake_mode.allow_scalar_outputs = True
     try:
-        yield
+        with inductor_config.patch(inplace_buffers=False):
+            yield
     finally:
         fake_mode.allow_scalar_outputs = before
