@@ -99,4 +99,4 @@ def gradfuse(
 
 gradfuse.reset = compat.reset_cudagraphs
 compat.register("gradfuse", gradfuse)
-compat.relax_cpu_training_check(gradfuse)
+compat.relax_front_end_checks(gradfuse)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+# The package shadows this module with the op of the same name.
+_flex_ops = importlib.import_module("torch._higher_order_ops.flex_attention")
 
 __all__ = [
     "CustomGraphPass",
@@ -54,7 +58,7 @@ __all__ = [
     "override_lowerings",
     "realize",
     "register",
-    "relax_cpu_training_check",
+    "relax_front_end_checks",
     "scan_op",
     "statically_known_true",
     "trace",
@@ -91,27 +95,41 @@ def _compiling_backend() -> Any:
     return compiler_fn
 
 
-def relax_cpu_training_check(backend: Callable[..., Any]) -> None:
-    """Let flex_attention's device check pass CPU tensors that need a gradient while ``backend`` compiles; only then.
+def relax_front_end_checks(backend: Callable[..., Any]) -> None:
+    """Lift two of flex_attention's refusals while ``backend`` compiles, and only then; no backend gets a say in them.
 
-    The check stands in flex_attention's public function, which Dynamo inlines, so no backend gets a say in it. Under
-    any other backend, and in eager mode, the original check runs.
+    The device check (CPU tensors that need a gradient) stands in the public function, which Dynamo inlines. The check that
+    a score_mod's output depends on its score (torch 2.15) stands in the op's autograd, which Dynamo runs on fake tensors
+    before it hands over a graph. Under any other backend, and in eager mode, the original code runs.
     """
-    original = _flex_module._validate_device
-    if getattr(original, "_gradfuse", False):
+    if getattr(_flex_module._validate_device, "_gradfuse", False):
         return
+    validate_device, create_fw_bw_graph = _flex_module._validate_device, _flex_ops.create_fw_bw_graph
 
     @torch.compiler.assume_constant_result
     def traced_by_gradfuse() -> bool:
         return _compiling_backend() is backend
 
-    def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def relaxed_validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if query.device.type == "cpu" and traced_by_gradfuse():
             return
-        original(query, key, value)
+        validate_device(query, key, value)
 
-    validate_device._gradfuse = True
-    _flex_module._validate_device = validate_device
+    def relaxed_create_fw_bw_graph(score_mod: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return create_fw_bw_graph(score_mod, *args, **kwargs)
+        except RuntimeError as error:
+            if "depend on score" not in str(error) or _compiling_backend() is not backend:
+                raise
+
+        def connected(score: Any, b: Any, h: Any, q: Any, k: Any, *captured: Any) -> Any:
+            return torch.where(q >= 0, score_mod(score, b, h, q, k, *captured), score)
+
+        return create_fw_bw_graph(connected, *args, **kwargs)
+
+    relaxed_validate_device._gradfuse = True
+    _flex_module._validate_device = relaxed_validate_device
+    _flex_ops.create_fw_bw_graph = relaxed_create_fw_bw_graph
 
 
 # ---------------------------------------------------------------- Inductor: configuration

@@ -49,6 +49,11 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
         reason = common.why_stock(query, key, value, kernel_options)
         if not kernel_options.get("OUTPUT_LOGSUMEXP"):
             reason = "inference: no logsumexp is needed"
+        if reason is None:
+            modules = (score_mod.graph_module, FlexBlockMask.of(block_mask).mask_mod.graph_module)
+            reason = common.not_scalar(modules[0]) or common.not_scalar(modules[1])
+            if reason is not None and own.strict:
+                raise common.refuse(f"{reason} in {user_line(V.graph.current_node)}")
         if reason is not None:
             record(NAME, "flex_attention", STOCK, reason, user_line(V.graph.current_node))
             return stock(query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured)

@@ -82,10 +82,7 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
                 line = user_line(error.node) or where
                 reason = f"{error}, at {line}" if line else str(error)
                 if own.strict:
-                    raise NotImplementedError(
-                        f"gradfuse cannot differentiate this score_mod: {reason}. Index the captured tensor with one "
-                        "scalar for each of its dims, or compute the expression outside the score_mod."
-                    ) from error
+                    raise common.refuse(reason) from error
         if joint is None:
             record(NAME, "flex_attention_backward", STOCK, reason, where)
             return stock(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .. import compat
 from ..compat import FlexBlockMask, V
+from ..report import user_line
 
 #: Tile lengths divide this, so a length that it divides needs no bounds check.
 LARGEST_TILE = 128
@@ -30,6 +31,24 @@ def why_stock(query: Any, key: Any, value: Any, kernel_options: dict[str, Any]) 
     if len(dtypes) > 1 or not dtypes <= set(SUPPORTED_DTYPES):
         return f"dtypes {sorted(map(str, dtypes))}"
     return None
+
+
+def not_scalar(module: torch.fx.GraphModule) -> str | None:
+    """Why a score_mod or mask_mod cannot be inlined: the first op whose result is not a scalar, and the user's line."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() > 0:
+            what = f"it computes a tensor of shape {tuple(value.shape)} for every score ({node.target})"
+            return f"{what} {user_line(node)}".strip()
+    return None
+
+
+def refuse(reason: str) -> NotImplementedError:
+    """What ``strict`` raises instead of falling back to stock."""
+    return NotImplementedError(
+        f"gradfuse has no kernel for this score_mod or mask_mod: {reason}. Index captured tensors with one scalar for "
+        "each of their dims, or compute the expression outside the score_mod."
+    )
 
 
 def check_head_dims(query: Any, value: Any) -> None:

@@ -89,6 +89,7 @@ class JointFunction:
 
     @classmethod
     def of(cls, joint: JointGraph, node: Node) -> JointFunction:
+        """Of the joint graph of one flex_attention_backward node."""
         ranges = extents_of(joint.module, _extents(node), first=1)
         shapes = [p.meta["val"] for p in joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]]
         flat = [(i, c) for i, contributions in enumerate(joint.captured) for c in contributions or ()]

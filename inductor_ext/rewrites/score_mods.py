@@ -39,7 +39,7 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 
 def _rewrite_node(gm: GraphModule, node: Node) -> None:
     query, key, value, score_mod, block_mask, scale, kernel_options, *captured = node.args
-    score_captured, mask_captured = (list(c) for c in (captured + [(), ()])[:2])
+    score_captured, mask_captured = (list(c) for c in [*captured, (), ()][:2])
     module = getattr(gm, score_mod.target)
     graph = Graph()
     copies: dict[Node, Node] = {}

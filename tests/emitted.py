@@ -1,0 +1,41 @@
+"""Get at the Triton source that a compiled function emits, normalised so that it reads the same on every torch."""
+
+import ast
+import re
+
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from .interpreter import triton_on_cpu
+
+
+def triton_sources(function, *inputs):
+    """The source of every gradfuse template kernel that compiling ``function`` forward and backward emits."""
+
+    def step():
+        out = function(*inputs)
+        leaves = [x for x in inputs if x.requires_grad]
+        return torch.autograd.grad(out.sum(), leaves)
+
+    with triton_on_cpu():
+        _, codes = run_and_get_code(step)
+    kernels = []
+    for code in codes:
+        kernels += re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL)
+    return [k for k in kernels if "LOG2E" in k]
+
+
+def body(source):
+    """The kernel's code without imports, decorators, names of buffers and Inductor's own annotations."""
+    text = source[source.index("def triton_") :]
+    text = re.sub(r"def triton_\w+\(.*?\):", "def kernel(...):", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"^ *\w+ : tl\.constexpr = .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\.to\(tl\.(int32|float32)\)", "", text)
+    text = re.sub(r"tl\.full\(\[1?\], ([^,]+), tl\.\w+\)", r"\1", text)
+    text = re.sub(r"tl\.(maximum|minimum)\((.*), tl\.PropagateNan\.ALL\)", r"triton_helpers.\1(\2)", text)
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def signature(source):
+    """Argument name -> Triton type, from Inductor's triton_meta."""
+    return ast.literal_eval(re.search(r"'signature': (\{.*?\})", source).group(1))

@@ -1,0 +1,38 @@
+"""The three attentions whose emitted kernels are snapshotted and built offline."""
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from tests.emitted import triton_sources
+
+LENGTH, DIM = 128, 64
+
+
+def plain(table):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+
+
+def relative(table):
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + LENGTH])
+
+
+def scaled_and_gathered(table):
+    document = torch.arange(LENGTH) // 50
+
+    def score_mod(s, b, h, i, j):
+        return s * table[h, 0] + table[h, document[i] - document[j]]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod)
+
+
+ATTENTIONS = {f.__name__: f for f in (plain, relative, scaled_and_gathered)}
+
+
+def sources(name, dtype=torch.bfloat16):
+    """Triton source of the forward and the backward kernel."""
+    table = torch.zeros(2, 2 * LENGTH, requires_grad=True)
+    inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(ATTENTIONS[name](table), backend="gradfuse", fullgraph=True)
+    forward, backward = triton_sources(compiled, *inputs)
+    return {"forward": forward, "backward": backward}
