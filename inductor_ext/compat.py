@@ -210,9 +210,14 @@ class FlexBlockMask(NamedTuple):
 
 
 def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.device) -> Any:
-    """A realized tensor of one value, registered on the graph that is being lowered."""
+    """A contiguous tensor of one value, realized and registered on the graph that is being lowered.
+
+    The layout is fixed at once: Inductor pads the strides of a flexible one (from 1024 elements), and a template that
+    computes addresses for itself would write between the rows.
+    """
     box = lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device)
     box.realize()
+    box.data.data.layout = ir.FixedLayout(device, dtype, list(size), ir.FlexibleLayout.contiguous_strides(list(size)))
     return box
 
 

@@ -165,8 +165,13 @@ def wrap_negative(graph: torch.fx.Graph, index: Node, size: Any) -> Node:
     return call(graph, aten.where.self, negative, shifted, index, like=index)
 
 
-def clamp(graph: torch.fx.Graph, index: Node, size: Any) -> Node:
-    """``index`` wrapped and clamped into ``[0, size)``."""
-    wrapped = wrap_negative(graph, index, size)
-    low = call(graph, aten.maximum.default, wrapped, 0, like=index)
-    return call(graph, aten.minimum.default, low, size - 1, like=index)
+def clamp(graph: torch.fx.Graph, index: Node, size: Any, bounds: Interval = UNBOUNDED) -> Node:
+    """``index`` wrapped and clamped into ``[0, size)``, without the steps that ``bounds`` of the index make needless."""
+    low, high = bounds
+    if low is None or low < 0:
+        index = wrap_negative(graph, index, size)
+        if low is None or not statically_known_true(-low <= size):
+            index = call(graph, aten.maximum.default, index, 0, like=index)
+    if high is None or not statically_known_true(high < size):
+        index = call(graph, aten.minimum.default, index, size - 1, like=index)
+    return index

