@@ -118,7 +118,8 @@ def tile_choices(
 
     ``direction`` is "fwd" or "bwd": kernel options with that prefix win, those with the other are dropped. ``tiles`` maps
     the template's tile names to the config's attributes; a name with M tiles queries, one with N keys. Default tiles
-    shrink to fit small sparse blocks and, where there is but one config, to at most ``widest`` keys. Raises ValueError, as stock does, when nothing fits.
+    shrink to fit small sparse blocks and, where there is but one config, to at most ``widest`` keys. Raises ValueError, as
+    stock does, when nothing fits.
     """
     other = {"fwd": "bwd_", "bwd": "fwd_"}[direction]
     base = {k: v for k, v in options.items() if not k.startswith((f"{direction}_", other))}

@@ -85,6 +85,11 @@ FORWARD = ("BLOCK_M", "BLOCK_N")
 BACKWARD = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
+#: Stack bytes a thread that spilled registers may take. Asserted for the kernel with one learned table; with a mask, or
+#: with three tables gathered by a data-dependent index, stock's default tiles spill on some architectures (NOTES.md).
+STACK = {80: 16, 90: 0, 100: 0}
+
+
 def tiled(source, names, sizes):
     for name, size in zip(names, sizes, strict=True):
         source, count = re.subn(rf"{name} : tl\.constexpr = \d+", f"{name} : tl.constexpr = {size}", source)
@@ -94,7 +99,7 @@ def tiled(source, names, sizes):
 
 @pytest.mark.parametrize("arch", DEFAULTS)
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_builds_and_adds_in_fp32(name, arch, tmp_path):
+def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     emitted = sources(name)
     (forward, warps, stages), (backward, backward_warps, backward_stages) = DEFAULTS[arch]
     if name != "plain":
@@ -106,4 +111,5 @@ def test_builds_and_adds_in_fp32(name, arch, tmp_path):
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
     assert bool(adds) == (name != "plain")
     assert all("f32" in add for add in adds)
-    print("STACK", name, arch, stack)
+    if name == "relative":
+        assert max(stack) <= STACK[arch]
