@@ -1,9 +1,10 @@
-"""The kernels on a GPU: every case against float64, and the same at sizes that fill it."""
+"""The kernels on a GPU: every case against float64, CUDA graphs, autotuning, a captured tensor of over 2**31 elements."""
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from .cases import BIASES, FEATURES, REFUSED
+from .cases import BIASES, FEATURES, REFUSED, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -12,3 +13,38 @@ pytestmark = pytest.mark.gpu
 def test_matches_float64(case):
     assert torch.backends.cuda.matmul.allow_tf32 is False
     case.check("cuda")
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode):
+    inputs = [torch.randn(1, 2, 256, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    table = torch.randn(2, 512, device="cuda", requires_grad=True)
+
+    def attention(query, key, value, table):
+        return flex_attention(query, key, value, score_mod=lambda s, b, h, q, k: s + table[h, q - k + 256])
+
+    compiled = torch.compile(attention, backend="gradfuse", mode=mode)
+    position = torch.arange(256, device="cuda")
+    exact = [x.detach().double().requires_grad_() for x in (*inputs, table)]
+    bias = exact[3][:, position[:, None] - position + 256]
+    want = torch.autograd.grad(((exact[0] @ exact[1].mT / 8 + bias).softmax(-1) @ exact[2]).sum(), exact)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = torch.autograd.grad(compiled(*inputs, table).sum(), (*inputs, table))
+        assert max(relative_error(g.clone(), w) for g, w in zip(got, want, strict=True)) < 1e-4
+
+
+def test_more_than_2_31_elements_in_a_captured_tensor():
+    heads, length = 33, 8192
+    table = torch.randn(heads, length, length, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    inputs = [torch.randn(1, heads, length, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(
+        lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i, j]), backend="gradfuse"
+    )
+    out = compiled(*inputs)
+    grad = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, table, grad)
+    query, key, value = (x[0, -1].detach().double() for x in inputs)
+    bias = table[-1].detach().double().requires_grad_()
+    (want,) = torch.autograd.grad((query @ key.mT / 4 + bias).softmax(-1) @ value, bias, grad[0, -1].double())
+    assert relative_error(got[-1], want) < 4e-3
