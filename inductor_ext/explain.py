@@ -48,12 +48,12 @@ def explain(
 
         print(inductor_ext.explain(model)(batch))
 
-    Compilation is from scratch: Dynamo is reset and the compile caches are off, so that every decision is taken again. The
-    backward runs on gradients of ones and leaves every ``.grad`` as it was.
+    Compilation is from scratch: torch.compile is reset and the compile caches are off, so that every decision is taken
+    again. The backward runs on gradients of ones and leaves every ``.grad`` as it was.
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with collect() as report, compat.without_caches():
             compiled = torch.compile(function, backend="gradfuse", mode=mode, options=options, dynamic=dynamic)
             output = compiled(*args, **kwargs)
