@@ -21,6 +21,7 @@ from torch._dynamo import lookup_backend, register_backend
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -62,6 +63,7 @@ __all__ = [
     "scan_op",
     "statically_known_true",
     "trace",
+    "while_loop_op",
     "zeros_and_scatter",
 ]
 

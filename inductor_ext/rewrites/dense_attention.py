@@ -2,8 +2,8 @@
 
 Runs on the forward and the backward graph after AOTAutograd, where the op and its backward stand as two nodes with the
 score_mod, its joint graph and the mask_mod as scalar graphs. Each node becomes ordinary ATen ops over one block of queries
-and all keys, in a ``scan`` over the blocks, which Inductor turns into C++: memory is linear in the length, and the backward
-recomputes the scores, as flash attention does.
+and a segment of keys, in loops over the blocks and over the segments that the block mask shows, which Inductor turns into
+C++: memory is linear in the length, and the backward recomputes the scores, as flash attention does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ..analysis.captured_grads import NotUnderstood, take_apart
 from ..compat import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
 from ..options import Options
 from ..report import STOCK, record, user_line
-from .dense_attention_math import QUERY_BLOCK, DenseAttention, JointFunction, scalar_graph, without_narrowing
+from .dense_attention_loops import QUERY_BLOCK
+from .dense_attention_math import DenseAttention
+from .dense_attention_tiles import JointFunction, scalar_graph, without_narrowing
 
 NAME = "dense_attention"
 

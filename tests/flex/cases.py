@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-#: Relative Frobenius error against float64 that a gradient in the dtype may have.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-6}
+#: Relative Frobenius error against float64 in fp32 and fp64; half precision is held to the eager formula's error.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
+#: How much worse than the eager formula, accumulated in fp32 and rounded once, half precision may be.
+SLACK = 1.2
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -116,6 +118,48 @@ class Case:
         grads = torch.autograd.grad(out, leaves, grad.double(), allow_unused=True)
         return [out, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
 
+    def rounded_once(self, inputs: list[Tensor], tables: dict[str, Tensor], grad: Tensor) -> list[Tensor]:
+        """The formula in fp32, matmul operands in the inputs' dtype, every result rounded once: as ``exact`` returns them."""
+        dtype, device = inputs[0].dtype, inputs[0].device
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def operand(x: Tensor) -> Tensor:
+            return x.to(dtype).to(work)
+
+        q, k, v = (x.detach().to(work) for x in inputs)
+        group, kv_heads, kv_batch = q.shape[1] // k.shape[1], k.shape[1], k.shape[0]
+        k, v = (x.repeat_interleave(group, 1).expand(q.shape[0], -1, -1, -1) for x in (k, v))
+        b, h, i, j = (
+            torch.arange(n, device=device).reshape([-1 if axis == d else 1 for d in range(4)])
+            for axis, n in enumerate((*q.shape[:3], k.shape[2]))
+        )
+        scale, do = 1 / math.sqrt(q.shape[-1]), grad.to(work)
+        raw = (q @ k.mT * scale).requires_grad_()
+        leaves = {n: t.detach().to(work).requires_grad_(t.requires_grad) for n, t in tables.items()}
+        scores = self.dense(leaves)(raw, b, h, i, j).expand(raw.shape)
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask(b, h, i, j), -math.inf)
+        probs = torch.softmax(scores.detach(), -1).nan_to_num(0.0)
+        out = (operand(probs) @ v).to(dtype)
+        dscores = probs * (do @ v.mT - (out.to(work) * do).sum(-1, keepdim=True))
+        learned = [n for n in leaves if leaves[n].requires_grad]
+        draw, *dtables = (
+            torch.autograd.grad(
+                scores, [raw, *(leaves[n] for n in learned)], dscores, allow_unused=True, materialize_grads=True
+            )
+            if scores.requires_grad
+            else [torch.zeros_like(raw), *(torch.zeros_like(leaves[n]) for n in learned)]
+        )
+
+        def shared(x: Tensor) -> Tensor:
+            x = x.unflatten(1, (kv_heads, group)).sum(2)
+            return x if kv_batch == x.shape[0] else x.sum(0, keepdim=True)
+
+        draw = operand(draw * scale)
+        grads = [draw @ k, shared(draw.mT @ q), shared(operand(probs).mT @ do)]
+        grads = [g.to(dtype) for g, x in zip(grads, inputs, strict=True) if x.requires_grad]
+        return [out, *grads, *(g.to(tables[n].dtype) for n, g in zip(learned, dtables, strict=True))]
+
     def function(self, tables: dict[str, Tensor], device: str, **kwargs: Any) -> Callable[..., Tensor]:
         score_mod, mask = self.score_mod(tables), self.block_mask(device)
         gqa = self.kv_heads is not None
@@ -134,19 +178,18 @@ class Case:
         grad = out.detach() + 0.5 * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         leaves = {n: x for n, x in (*zip("qkv", inputs, strict=True), *tables.items()) if x.requires_grad}
         grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
-        want_out, *want = self.exact(inputs, tables, grad)
-        worst = {"out": relative_error(out, want_out)}
-        for (name, leaf), got, exact in zip(leaves.items(), grads, want, strict=True):
-            assert got is None or got.dtype == leaf.dtype
-            got = torch.zeros_like(leaf) if got is None else got
+        exact = self.exact(inputs, tables, grad)
+        eager = self.rounded_once(inputs, tables, grad)
+        for name, got, want, reference in zip(["out", *leaves], [out, *grads], exact, eager, strict=True):
+            dtype = leaves[name].dtype if name in leaves else self.dtype
+            got = torch.zeros(want.shape, dtype=dtype) if got is None else got
+            assert got.dtype == dtype, (name, got.dtype)
             if name in self.zero:
                 # Zero by theory; what is left is the rounding of sums over a row of terms of order one.
                 assert got.abs().max() < 100 * TOLERANCE[self.dtype], (name, got.abs().max())
             else:
-                worst[name] = relative_error(got, exact)
-        tolerance = {n: TOLERANCE[leaves[n].dtype if n in leaves else self.dtype] for n in worst}
-        for name, error in worst.items():
-            assert error <= max(tolerance[name], TOLERANCE[self.dtype]), (name, worst)
+                allowed = max(TOLERANCE.get(self.dtype, 0.0), SLACK * relative_error(reference, want))
+                assert relative_error(got, want) <= allowed, (name, relative_error(got, want), allowed)
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

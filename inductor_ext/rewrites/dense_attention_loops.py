@@ -1,0 +1,173 @@
+"""The loops of the blocked dense math: over blocks of queries and, inside, over the segments of keys that a mask shows.
+
+Both are control-flow ops of the graph (``scan`` and ``while_loop``), written to be traced, never run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+
+#: Queries a block, and keys a segment; the scores of one pair are [B, H, QUERY_BLOCK, KEY_SEGMENT] in memory.
+QUERY_BLOCK = 256
+KEY_SEGMENT = 512
+
+
+@dataclass(frozen=True)
+class QueryBlocks:
+    """The queries cut into blocks; the last is padded, its extra rows are marked invalid."""
+
+    length: Any
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Rows a block."""
+        one = isinstance(self.length, int) and self.length <= QUERY_BLOCK
+        return self.length if one else QUERY_BLOCK
+
+    @property
+    def count(self) -> Any:
+        """How many blocks there are."""
+        return (self.length + self.size - 1) // self.size
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, H, Q, ...] to [blocks, B, H, size, ...]."""
+        missing = self.count * self.size - self.length
+        padded = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 3) + [0, missing])
+        cut = padded.reshape(x.shape[0], x.shape[1], self.count, self.size, *x.shape[3:])
+        return cut.movedim(2, 0).contiguous()
+
+    def join(self, x: Tensor) -> Tensor:
+        """[blocks, B, H, size, ...] to [B, H, Q, ...]."""
+        whole = x.movedim(0, 2)
+        return whole.reshape(*whole.shape[:2], self.count * self.size, *whole.shape[4:])[:, :, : self.length]
+
+    def _all(self) -> Tensor:
+        return torch.arange(self.count * self.size, device=self.device, dtype=torch.int32).reshape(self.count, self.size)
+
+    def positions(self) -> Tensor:
+        """Query index of each row, [blocks, size], kept inside the queries."""
+        return torch.clamp(self._all(), max=self.length - 1)
+
+    def valid(self) -> Tensor:
+        """Whether each row is a real one."""
+        return self._all() < self.length
+
+
+def scan(
+    block: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    init: list[Tensor],
+    xs: list[Tensor],
+    others: list[Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run ``block(carry, xs of one block, others)`` over dim 0 of ``xs``.
+
+    A single block takes the loop too: in its body the index vectors are inputs and not known ranges, and Inductor's C++
+    backend cannot vectorise an accumulating ``index_put`` whose index it has simplified to a loop variable.
+    """
+    # The op wants at least one carried tensor.
+    count = max(len(init), 1)
+    start = init or [torch.zeros((), device=xs[0].device)]
+
+    def step(*arguments: Any) -> list[Tensor]:
+        carry, x, rest = arguments[:count], arguments[count : count + len(xs)], arguments[count + len(xs) :]
+        new, ys = block(list(carry) if init else [], list(x), list(rest[: len(others)]))
+        return [*(new or [carry[0].clone()]), *ys]
+
+    result = compat.scan_op(step, start, xs, (*others, *_symbolic_sizes([*xs, *others])))
+    return list(result[: len(init)]), list(result[count:])
+
+
+def _symbolic_sizes(operands: Sequence[Any]) -> list[torch.SymInt]:
+    """Symbolic sizes must be operands of a loop: that is where Inductor looks them up when it allocates its results."""
+    shapes = [n for x in operands if isinstance(x, Tensor) for n in x.shape]
+    return list({str(n): n for n in shapes if isinstance(n, torch.SymInt)}.values())
+
+
+@dataclass(frozen=True)
+class KeySegments:
+    """The keys cut into segments, so that a block of queries visits only those that its block mask lists.
+
+    Without a block mask (one sparse block that covers all keys), with few keys or with a symbolic number of them, there is
+    one segment that holds all keys, and no loop.
+    """
+
+    length: Any
+    query_block: Any
+    key_block: Any
+    device: torch.device
+
+    @property
+    def size(self) -> Any:
+        """Keys a segment."""
+        whole = not isinstance(self.length, int) or not isinstance(self.key_block, int)
+        return self.length if whole or self.key_block >= self.length else min(self.length, KEY_SEGMENT)
+
+    @property
+    def looped(self) -> bool:
+        """Whether there is more than one segment."""
+        return isinstance(self.size, int) and self.size < self.length
+
+    def visits(self, tables: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
+        """For each block of queries (``positions`` [blocks, size]) the segments to visit, [blocks, segments], and how many.
+
+        ``tables`` [B, H, query blocks, key blocks] say which sparse blocks the mask lists. Empty where nothing loops.
+        """
+        if not self.looped:
+            return []
+        listed = torch.stack([t.any(0).any(0) for t in tables]).any(0)
+        rows = listed[positions // self.query_block].any(1)
+        count = (self.length + self.size - 1) // self.size
+        keys = torch.arange(count * self.size, device=self.device).clamp(max=self.length - 1)
+        touched = rows[:, keys // self.key_block].reshape(-1, count, self.size).any(-1)
+        order = torch.argsort(touched.to(torch.int8), dim=-1, descending=True)
+        return [order, touched.sum(-1)]
+
+    def fold(
+        self,
+        step: Callable[..., list[Tensor]],
+        state: list[Tensor],
+        visits: Sequence[Tensor],
+        keyed: Sequence[Tensor],
+        others: Sequence[Any],
+    ) -> list[Tensor]:
+        """``state = step(state, keyed rows of a segment, key positions, which are real, others)`` for each visited segment.
+
+        ``keyed`` are tensors [B, H, K, D], cut along dim 2.
+        """
+        if not self.looped:
+            positions = torch.arange(self.length, device=self.device, dtype=torch.int32)
+            return step(state, list(keyed), positions, None, list(others))
+        state_, keyed_, others_ = list(state), list(keyed), list(others)
+
+        def more(visited: Tensor, *rest: Any) -> Tensor:
+            return visited < rest[len(state_) + 1]
+
+        def body(visited: Tensor, *rest: Any) -> list[Tensor]:
+            state, order, operands = rest[: len(state_)], rest[len(state_)], list(rest[len(state_) + 2 :])
+            keyed, others = operands[: len(keyed_)], operands[len(keyed_) : len(keyed_) + len(others_)]
+            every = order.index_select(0, visited.reshape(1)) * self.size + torch.arange(self.size, device=self.device)
+            positions = every.clamp(max=self.length - 1)
+            cut = [x.index_select(2, positions) for x in keyed]
+            new = step(list(state), cut, positions.to(torch.int32), every < self.length, others)
+            return [visited + 1, *new]
+
+        start = (torch.zeros((), dtype=torch.int64, device=self.device), *state_)
+        operands = [*visits, *keyed_, *others_]
+        return list(compat.while_loop_op(more, body, start, (*operands, *_symbolic_sizes([*state_, *operands]))))[1:]
+
+    def add(self, whole: Tensor, part: Tensor, positions: Tensor) -> Tensor:
+        """``whole`` [B, H, K, D] plus ``part`` of the segment at ``positions``; rows that are not real must be zero."""
+        if not self.looped:
+            return whole + part
+        place = torch.arange(self.length, device=self.device) - positions[0]
+        inside = (place >= 0) & (place < self.size)
+        rows = part.index_select(2, place.clamp(0, self.size - 1))
+        return whole + torch.where(inside[:, None], rows, 0.0)
