@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.analysis.captured_grads import NotUnderstood, axes_of, constant_of, take_apart
+from inductor_ext.analysis.captured_grads import NotUnderstood, axes_of, constant_of, returning, take_apart
+from inductor_ext.rewrites.dense_attention_tiles import over_grid
+from tests import random_score_mods
 
 
 def joint_graph(score_mod, *captured):
@@ -20,7 +23,8 @@ def joint_graph(score_mod, *captured):
         return [grads[0], None, None, None, None, *grads[1:]]
 
     index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-    return make_fx(joint, tracing_mode="fake")(torch.zeros(()), *index, torch.zeros(()), *captured)
+    score = torch.zeros((), dtype=captured[0].dtype)
+    return make_fx(joint, tracing_mode="fake")(score, *index, score.clone(), *captured)
 
 
 def contributions(score_mod, *captured):
@@ -63,3 +67,38 @@ def test_index_that_depends_on_the_score_differs_everywhere():
 def test_a_row_is_not_understood():
     with pytest.raises(NotUnderstood):
         contributions(lambda s, b, h, q, k, t: s + (t[q] * t[k]).sum(), torch.zeros(5, 3))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(random_score_mods.score_mods)
+def test_contributions_add_up_to_the_gradient(body):
+    score_mod, tables, grid = random_score_mods.function(body), random_score_mods.tables(), random_score_mods.grid()
+    generator = torch.Generator().manual_seed(1)
+    score, grad = (torch.randn(random_score_mods.EXTENTS, generator=generator, dtype=torch.float64) for _ in range(2))
+    score.requires_grad_()
+    out = score_mod(score, *grid, *tables).expand(score.shape)
+    want = torch.autograd.grad(out, [score, *tables], grad, allow_unused=True, materialize_grads=True)
+
+    joint = take_apart(joint_graph(score_mod, *tables))
+    frozen = [t.detach() for t in tables]
+    dscore = _on_grid(joint, joint.grad_score, score.detach(), grad, grid, frozen)
+    torch.testing.assert_close(dscore, want[0])
+    for table, contributions, expected in zip(frozen, joint.captured, want[1:], strict=True):
+        total = torch.zeros_like(table)
+        for contribution in contributions or ():
+            value = _on_grid(joint, contribution.value, score.detach(), grad, grid, frozen)
+            place = [_on_grid(joint, i, score.detach(), grad, grid, frozen).long() for i in contribution.indices]
+            total = total.index_put(place, value, accumulate=True) if place else total + value.sum()
+        torch.testing.assert_close(total, expected)
+
+
+def _on_grid(joint, node, score, grad, grid, tables):
+    """A scalar node of a joint graph for every (b, h, q, k)."""
+    if not isinstance(node, torch.fx.Node):
+        return torch.full_like(score, node)
+    module = returning(joint.module, [node])
+
+    def evaluate(s, g, b, h, q, k):
+        return torch.zeros_like(s) + module(s, b, h, q, k, g, *tables)[0]
+
+    return over_grid(evaluate, (score, grad), *(i.reshape(-1) for i in grid))
