@@ -23,7 +23,7 @@ setup(
     ],
     extras_require={
         # NumPy 2.4 no longer turns one-element arrays into scalars, which Triton 3.6's interpreter relies on.
-        "test": ["pytest", "expecttest", "hypothesis", "ruff", "numpy<2.4"],
+        "test": ["pytest", "expecttest", "pytest-xdist", "hypothesis", "ruff", "numpy<2.4"],
         "bench": ["matplotlib"],
     },
     packages=[

@@ -310,6 +310,14 @@ def hint(value: Any) -> int:
     return int(read(value))
 
 
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number (90 is 9.0); 90 too where there is no GPU and the interpreter runs the kernels."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any) -> Any:
     """Stock's tuned tile sizes: ``(forward configs, backward configs)``; one each outside max-autotune."""
     choices = V.choices

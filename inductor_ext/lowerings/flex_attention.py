@@ -19,12 +19,10 @@ from ..options import Options
 from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
+from .flex_tiles import forward_config
 from .templates import load
 
 NAME = "flex_attention"
-
-#: Keys a forward tile holds at most, by default, where a score_mod is inlined.
-WIDEST_WITH_SCORE_MOD = 64
 
 
 @SymbolicGridFn
@@ -112,11 +110,11 @@ def _lower(
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
     configs, _ = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
-    # Stock's tiles were tuned without a score_mod. Its temporaries do not fit beside a 128 x 128 tile in four warps: on an
-    # H200 `s + t[h, k]` then takes 24.4 ms and with 64 keys 0.40 (benchmarks/NOTES.md).
-    widest = common.LARGEST_TILE if options["IDENTITY_SCORE_MOD"] else WIDEST_WITH_SCORE_MOD
+    if len(configs) == 1:
+        inlined = {"score_mod": not options["IDENTITY_SCORE_MOD"], "mask_mod": not options["TRIVIAL_MASK_MOD"]}
+        configs = [forward_config(configs[0], compat.architecture(device), **inlined)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
-    for tiled in common.tile_choices(options, "fwd", configs, tiles, widest):
+    for tiled in common.tile_choices(options, "fwd", configs, tiles):
         _template.maybe_append_choice(
             choices=choices,
             input_nodes=inputs,

@@ -24,6 +24,7 @@ from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
 from .flex_attention import extents, mask_subgraph, score_subgraph
+from .flex_tiles import backward_config
 from .templates import load
 
 aten = torch.ops.aten
@@ -154,6 +155,8 @@ def _lower(
     options["QUERY_FREE_CONTRIBUTIONS"] = captured.query_free
     options["KEY_FREE_CONTRIBUTIONS"] = captured.key_free
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    if len(configs) == 1:
+        configs = [backward_config(configs[0], compat.architecture(device), contributions=bool(captured.targets))]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.subgraphs]
     accumulators = [a for a in captured.accumulators if a is not None]

@@ -112,22 +112,19 @@ def _float32_precision() -> str:
 
 
 def tile_choices(
-    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str], widest: int = LARGEST_TILE
+    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     """One set of template options for each config whose tiles divide the sparse blocks.
 
     ``direction`` is "fwd" or "bwd": kernel options with that prefix win, those with the other are dropped. ``tiles`` maps
     the template's tile names to the config's attributes; a name with M tiles queries, one with N keys. Default tiles
-    shrink to fit small sparse blocks and, where there is but one config, to at most ``widest`` keys. Raises ValueError, as
-    stock does, when nothing fits.
+    shrink to fit small sparse blocks. Raises ValueError, as stock does, when nothing fits.
     """
     other = {"fwd": "bwd_", "bwd": "fwd_"}[direction]
     base = {k: v for k, v in options.items() if not k.startswith((f"{direction}_", other))}
     base.update({k[4:]: v for k, v in options.items() if k.startswith(f"{direction}_")})
     sparse = {"M": base["SPARSE_Q_BLOCK_SIZE"], "N": base["SPARSE_KV_BLOCK_SIZE"]}
     limits = {axis: _largest_divisor(block) for axis, block in sparse.items()}
-    if len(configs) == 1:
-        limits["N"] = min(limits["N"], widest)
     wanted: dict[str, int] = {}
     found = False
     for config in configs:

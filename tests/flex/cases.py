@@ -438,6 +438,26 @@ REFUSED = [
     Case("data_dependent_pair", {"t": (4, 3, 3)}, _document, _document),
 ]
 
+LONGEST = 1000
+#: For any length up to LONGEST, on a GPU.
+LONG = [
+    Case(
+        "gqa_causal_relpos",
+        {"t": (4, 2 * LONGEST)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + LONGEST],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + LONGEST],
+        mask=_causal,
+        kv_heads=2,
+    ),
+    Case(
+        "scale_and_key",
+        {"t": (4,), "u": (4, LONGEST)},
+        lambda t: lambda s, b, h, q, k: s * t["t"][h] + t["u"][h, k],
+        lambda t: lambda s, b, h, q, k: s * t["t"][h] + t["u"][h, k],
+        layout="transposed",
+    ),
+]
+
 
 def u(t: dict[str, Tensor]) -> Tensor:
     return t["u"]

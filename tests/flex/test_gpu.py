@@ -1,10 +1,12 @@
 """The kernels on a GPU: every case against float64, CUDA graphs, autotuning, a captured tensor of over 2**31 elements."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from .cases import BIASES, FEATURES, REFUSED, relative_error
+from .cases import BIASES, FEATURES, LONG, REFUSED, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -13,6 +15,35 @@ pytestmark = pytest.mark.gpu
 def test_matches_float64(case):
     assert torch.backends.cuda.matmul.allow_tf32 is False
     case.check("cuda")
+
+
+AWKWARD = [
+    dataclasses.replace(case, name=f"{case.name}_{length}_{dim}_{str(dtype)[6:]}", length=length, dim=dim, dtype=dtype)
+    for case in LONG
+    for length, dim in ((1, 64), (97, 40), (1000, 80), (1000, 128), (1000, 256))
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize("case", AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes_match_float64(case):
+    case.check("cuda")
+
+
+def test_float64_is_left_to_stock():
+    inputs = [torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    outcomes = []
+    for backend in ("inductor", "gradfuse"):
+        torch._dynamo.reset()
+        try:
+            out = torch.compile(flex_attention, backend=backend)(*inputs)
+            outcomes.append([out, *torch.autograd.grad(out.sum(), inputs)])
+        except Exception as error:
+            outcomes.append(type(error))
+    if isinstance(outcomes[0], list):
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    else:
+        assert outcomes[0] is outcomes[1]
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])

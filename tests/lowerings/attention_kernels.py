@@ -1,4 +1,4 @@
-"""The three attentions whose emitted kernels are snapshotted and built offline."""
+"""The attentions whose emitted kernels are snapshotted and built offline."""
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -8,7 +8,11 @@ from tests.emitted import triton_sources
 LENGTH, DIM = 128, 64
 
 
-def plain(table):
+def unmasked(table):
+    return lambda q, k, v: flex_attention(q, k, v)
+
+
+def causal(table):
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
     return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
 
@@ -26,7 +30,7 @@ def scaled_and_gathered(table):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod)
 
 
-ATTENTIONS = {f.__name__: f for f in (plain, relative, scaled_and_gathered)}
+ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
 
 
 def sources(name, dtype=torch.bfloat16):

@@ -1,5 +1,6 @@
 """Build the emitted kernels for GPUs that are not here: they build, do not spill, and add in fp32."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inductor_ext.lowerings.flex_attention import WIDEST_WITH_SCORE_MOD
+from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
 from tests.emitted import signature
 
 from .attention_kernels import ATTENTIONS, sources
@@ -75,41 +76,55 @@ def local_memory_bytes(cubin):
     return max(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
 
 
-#: What Inductor's tables choose at head dim 64 in bf16: arch -> (forward tiles, warps, stages), (backward tiles, ...).
-DEFAULTS = {
-    80: (((128, 64), 4, 3), ((64, 64, 64, 64), 4, 2)),
-    90: (((128, 128), 4, 3), ((64, 128, 128, 64), 8, 3)),
-    100: (((128, 128), 4, 3), ((64, 128, 128, 64), 4, 3)),
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    block_m1: int
+    block_n1: int
+    block_m2: int
+    block_n2: int
+    num_warps: int
+    num_stages: int
+
+
+#: What Inductor's tables choose at head dim 64 in bf16, before flex_tiles.py.
+STOCK = {
+    80: (Forward(128, 64, 4, 3), Backward(64, 64, 64, 64, 4, 2)),
+    90: (Forward(128, 128, 4, 3), Backward(64, 128, 128, 64, 8, 3)),
+    100: (Forward(128, 128, 4, 3), Backward(64, 128, 128, 64, 4, 3)),
 }
-FORWARD = ("BLOCK_M", "BLOCK_N")
-BACKWARD = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
-#: Stack bytes a thread that spilled registers may take. Asserted for the kernel with one learned table; with a mask, or
-#: with three tables gathered by a data-dependent index, stock's default tiles spill on some architectures (NOTES.md).
-STACK = {80: 16, 90: 0, 100: 0}
-
-
-def tiled(source, names, sizes):
-    for name, size in zip(names, sizes, strict=True):
-        source, count = re.subn(rf"{name} : tl\.constexpr = \d+", f"{name} : tl.constexpr = {size}", source)
-        assert count == 1
+def tiled(source, config):
+    for name, size in dataclasses.asdict(config).items():
+        if name.startswith("block"):
+            source, count = re.subn(
+                rf"{name.upper()} : tl\.constexpr = \d+", f"{name.upper()} : tl.constexpr = {size}", source
+            )
+            assert count == 1
     return source
 
 
-@pytest.mark.parametrize("arch", DEFAULTS)
+@pytest.mark.parametrize("arch", STOCK)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     emitted = sources(name)
-    (forward, warps, stages), (backward, backward_warps, backward_stages) = DEFAULTS[arch]
-    if name != "plain":
-        forward = forward[0], min(forward[1], WIDEST_WITH_SCORE_MOD)
-    _, cubin = build(tmp_path, tiled(emitted["forward"], FORWARD, forward), arch, warps, stages)
-    stack = [local_memory_bytes(cubin)]
-    ptx, cubin = build(tmp_path, tiled(emitted["backward"], BACKWARD, backward), arch, backward_warps, backward_stages)
-    stack.append(local_memory_bytes(cubin))
+    forward, backward = STOCK[arch]
+    score_mod = name not in ("unmasked", "causal")
+    configs = {
+        "forward": forward_config(forward, arch, score_mod=score_mod, mask_mod=name == "causal"),
+        "backward": backward_config(backward, arch, contributions=score_mod),
+    }
+    for direction, config in configs.items():
+        ptx, cubin = build(tmp_path, tiled(emitted[direction], config), arch, config.num_warps, config.num_stages)
+        assert local_memory_bytes(cubin) == 0, (direction, config)
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
-    assert bool(adds) == (name != "plain")
+    assert bool(adds) == score_mod
     assert all("f32" in add for add in adds)
-    if name == "relative":
-        assert max(stack) <= STACK[arch]

@@ -1,0 +1,37 @@
+"""Default tiles of the flex_attention templates: stock's, changed where our kernels would spill registers.
+
+Stock's tables were tuned for its own kernels. Under max-autotune all of its configs compete and nothing is changed here.
+What led to each rule is in benchmarks/NOTES.md; tests/lowerings/test_offline_build.py holds them to "no spills".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+#: Keys a forward tile holds at most where anything is inlined into it.
+WIDEST_WITH_MODS = 64
+
+
+def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool) -> Any:
+    """Stock's forward config for compute capability ``arch`` (90 is 9.0) and what is inlined into the kernel.
+
+    A score_mod's temporaries do not fit beside 128 x 128 scores in four warps: on an H200 ``s + t[h, k]`` then takes
+    24.4 ms, and 0.40 ms with 64 keys. Ampere spills even so in four warps, Blackwell even with nothing inlined.
+    """
+    if score_mod or mask_mod or arch >= 100:
+        config = dataclasses.replace(config, block_n=min(config.block_n, WIDEST_WITH_MODS))
+    if score_mod and arch < 90:
+        config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
+    return config
+
+
+def backward_config(config: Any, arch: int, *, contributions: bool) -> Any:
+    """Stock's backward config; ``contributions``: there are captured gradients to accumulate."""
+    if arch >= 100:
+        return dataclasses.replace(config, num_warps=max(config.num_warps, 8))
+    if arch < 90 and contributions:
+        tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
+        smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
+        return dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))
+    return config
