@@ -17,8 +17,15 @@ def test_matches_float64(case):
     case.check("cuda")
 
 
+def _awkward(case, length, dim, dtype):
+    # The softmax of one key is 1 whatever the scores: all gradients but V's are zero.
+    zero = ("q", "k", *case.tables) if length == 1 else ()
+    name = f"{case.name}_{length}_{dim}_{str(dtype)[6:]}"
+    return dataclasses.replace(case, name=name, length=length, dim=dim, dtype=dtype, zero=zero)
+
+
 AWKWARD = [
-    dataclasses.replace(case, name=f"{case.name}_{length}_{dim}_{str(dtype)[6:]}", length=length, dim=dim, dtype=dtype)
+    _awkward(case, length, dim, dtype)
     for case in LONG
     for length, dim in ((1, 64), (97, 40), (1000, 80), (1000, 128), (1000, 256))
     for dtype in (torch.float32, torch.bfloat16)
