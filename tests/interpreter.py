@@ -66,11 +66,25 @@ def _dot_of_bfloat16(create_dot):
     return call
 
 
+def _rounding_to_nearest(convert_float):
+    """The interpreter truncates fp32 to bf16; a GPU rounds to nearest even."""
+    import triton.language as tl
+
+    def convert(data, source, destination, rounding_mode):
+        if (source, destination) != (tl.float32, tl.bfloat16):
+            return convert_float(data, source, destination, rounding_mode)
+        rounded = torch.from_numpy(np.array(data, dtype=np.float32, copy=True)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    return convert
+
+
 @contextlib.contextmanager
 def triton_on_cpu(**patches):
     """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs."""
     import triton
     from torch._inductor.runtime import triton_helpers
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
     triton.runtime.driver.set_active(_StubDriver())
@@ -79,5 +93,7 @@ def triton_on_cpu(**patches):
             stack.enter_context(mock.patch.object(triton_helpers.libdevice, name, _interpreted(function), create=True))
         dot = _dot_of_bfloat16(InterpreterBuilder.create_dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
+        convert = _rounding_to_nearest(interpreter._convert_float)
+        stack.enter_context(mock.patch.object(interpreter, "_convert_float", convert))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield
