@@ -31,6 +31,7 @@ setup(
         "inductor_ext.analysis",
         "inductor_ext.demo",
         "inductor_ext.lowerings",
+        "inductor_ext.ops",
         "inductor_ext.rewrites",
         "inductor_ext.templates",
     ],

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import dense_attention, score_mods
+from .rewrites import dense_attention, hoisting, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -89,6 +89,7 @@ def gradfuse(
     own, inductor_options = split(options)
     patches = compat.inductor_patches(mode, inductor_options, dynamic)
     score_mods.rewrite(gm, own)
+    hoisting.rewrite(gm, own)
     return compat.compile_fx(
         gm,
         example_inputs,

@@ -78,6 +78,19 @@ def _remainder(x: Interval, y: Interval) -> Interval:
     return (0, y[0] - 1) if y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
 
 
+def _shift_left(x: Interval, y: Interval) -> Interval:
+    return _mul(x, (1 << y[0],) * 2) if y[0] == y[1] and (y[0] or -1) >= 0 else UNBOUNDED
+
+
+def _shift_right(x: Interval, y: Interval) -> Interval:
+    return (x[0] >> y[0], x[1] >> y[0]) if None not in x and y[0] == y[1] and (y[0] or -1) >= 0 else UNBOUNDED
+
+
+def _bitwise_and(x: Interval, y: Interval) -> Interval:
+    bounds = [i[1] for i in (x, y) if i[0] is not None and i[0] >= 0 and i[1] is not None]
+    return (0, min(bounds)) if bounds else UNBOUNDED
+
+
 def _minimum(x: Interval, y: Interval) -> Interval:
     low = None if None in (x[0], y[0]) else min(x[0], y[0])
     return low, min((a for a in (x[1], y[1]) if a is not None), default=None)
@@ -102,6 +115,12 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
     aten.floor_divide.default: _floor_divide,
     aten.remainder.Scalar: _remainder,
     aten.remainder.Tensor: _remainder,
+    aten.bitwise_left_shift.Tensor_Scalar: _shift_left,
+    aten.bitwise_right_shift.Tensor_Scalar: _shift_right,
+    aten.bitwise_left_shift.Tensor: _shift_left,
+    aten.bitwise_right_shift.Tensor: _shift_right,
+    aten.bitwise_and.Scalar: _bitwise_and,
+    aten.bitwise_and.Tensor: _bitwise_and,
     aten.minimum.default: _minimum,
     aten.maximum.default: _maximum,
     aten.clamp_min.default: _maximum,

@@ -93,12 +93,13 @@ class _Value(NamedTuple):
     polynomial: sympy.Expr | None = None
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """A set of names from a text."""
     return frozenset(text.split())
 
 
 #: Ops whose result is computed element by element from their tensor inputs, by name (of a function or a method).
-POINTWISE = _names("""
+POINTWISE = names("""
     abs absolute acos acosh add and_ asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos
     cosh detach div divide double elu eq erf erfc exp exp2 expm1 fix float float_power floor floor_divide floordiv fmax fmin
@@ -114,7 +115,7 @@ _BINARY_ONLY = frozenset({"max", "min"})
 #: Ops whose result is one value, whatever the tensor operands hold.
 _CONSTANT = frozenset({"full", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor"})
 #: Ops that hand their operand on, perhaps in another dtype; "to" and the like, and ATen's names for them.
-_CASTS = _names(
+_CASTS = names(
     "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
 )
 _EXACT_CASTS = {torch.int32, torch.int64, torch.float32, torch.float64}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import compat
 from ..options import Options
 from . import flex_attention, flex_attention_backward
@@ -23,4 +25,5 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         "flex_attention": (compat.flex_attention_hop, flex_attention.lower),
         "flex_attention_backward": (compat.flex_attention_backward_hop, flex_attention_backward.lower),
     }
-    return {op: lower(own, compat.lowerings[op]) for name, (op, lower) in entries.items() if own.enabled(name)}
+    ours = {op: lower(own, compat.lowerings[op]) for name, (op, lower) in entries.items() if own.enabled(name)}
+    return {**ours, torch.ops.gradfuse.depend.default: lambda x, tensors: x}

@@ -50,13 +50,13 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
     with gm.graph.inserting_before(node):
         _flatten_nested_indexing(graph, done)
         score_captured = _compute_outside(gm.graph, graph, score_captured, done)
-        score_captured = _drop_unused(graph, score_captured, done)
+        score_captured = drop_unused(graph, score_captured, done)
         score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
         _connect_score(graph, done)
-        new_score_mod = _install(gm, score_mod.target, GraphModule(module, graph))
+        new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
 
     kernel_options = dict(kernel_options)
-    if not kernel_options.get("OUTPUT_LOGSUMEXP") and _needs_grad([query, key, value, *score_captured]):
+    if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([query, key, value, *score_captured]):
         kernel_options["OUTPUT_LOGSUMEXP"] = True
     node.args = (
         query,
@@ -73,7 +73,7 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
         record(NAME, "flex_attention", "rewritten", "; ".join(done), user_line(node))
 
 
-def _install(gm: GraphModule, name: str, module: GraphModule) -> Node:
+def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
     """Add ``module`` beside the score_mod it replaces (which other nodes may share) and refer to it."""
     fresh, i = f"{name}_gradfuse", 0
     while hasattr(gm, fresh):
@@ -83,17 +83,19 @@ def _install(gm: GraphModule, name: str, module: GraphModule) -> Node:
     return gm.graph.get_attr(fresh)
 
 
-def _value(node: Any) -> Any:
+def fake_tensor(node: Any) -> Any:
     """The fake tensor of a Dynamo node, None for anything else."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _needs_grad(operands: list[Any]) -> bool:
-    return torch.is_grad_enabled() and any(_value(o) is not None and _value(o).requires_grad for o in operands)
+def needs_grad(operands: list[Any]) -> bool:
+    """Whether a gradient will be asked for through any of these Dynamo nodes."""
+    return torch.is_grad_enabled() and any(fake_tensor(o) is not None and fake_tensor(o).requires_grad for o in operands)
 
 
-def _placeholders(graph: Graph) -> list[Node]:
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs of a graph; of a score_mod's: score, b, h, q, k, then the captured tensors."""
     return list(graph.find_nodes(op="placeholder"))
 
 
@@ -102,7 +104,9 @@ def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
     indices = index if isinstance(index, tuple) else (index,)
     for i in indices:
         scalar = isinstance(i, int) and not isinstance(i, bool)
-        if not scalar and not (_value(i) is not None and _value(i).dim() == 0 and _value(i).dtype != torch.bool):
+        if not scalar and not (
+            fake_tensor(i) is not None and fake_tensor(i).dim() == 0 and fake_tensor(i).dtype != torch.bool
+        ):
             return None
     return indices
 
@@ -110,7 +114,7 @@ def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
 def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
     for outer in list(graph.find_nodes(op="call_function", target=operator.getitem)):
         inner = outer.args[0]
-        while isinstance(inner, Node) and inner.target is operator.getitem and _value(inner.args[0]) is not None:
+        while isinstance(inner, Node) and inner.target is operator.getitem and fake_tensor(inner.args[0]) is not None:
             first, second = _scalar_indices(inner.args[1]), _scalar_indices(outer.args[1])
             if first is None or second is None:
                 break
@@ -122,9 +126,9 @@ def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
 
 def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
     """Move what depends on captured tensors alone out of the score_mod, as new operands."""
-    placeholders = _placeholders(graph)
-    position = set(placeholders[:INPUTS])
-    operands = dict(zip(placeholders[INPUTS:], captured, strict=True))
+    entries = placeholders(graph)
+    position = set(entries[:INPUTS])
+    operands = dict(zip(entries[INPUTS:], captured, strict=True))
     movable: dict[Node, bool] = {p: True for p in operands}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -143,10 +147,10 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
     roots = [
         n
         for n in graph.nodes
-        if movable.get(n) and n not in operands and _value(n) is not None and not all(movable.get(u) for u in n.users)
+        if movable.get(n) and n not in operands and fake_tensor(n) is not None and not all(movable.get(u) for u in n.users)
     ]
     for root in roots:
-        with graph.inserting_after(_placeholders(graph)[-1]):
+        with graph.inserting_after(placeholders(graph)[-1]):
             operand = graph.placeholder(f"captured_{root.name}")
         operand.meta = dict(root.meta)
         captured = [*captured, outside(root)]
@@ -156,14 +160,15 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
     return captured
 
 
-def _drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+    """Remove captured tensors that a score_mod does not read; return the others."""
     kept = []
-    for placeholder, operand in zip(_placeholders(graph)[INPUTS:], captured, strict=True):
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
         if placeholder.users:
             kept.append(operand)
         else:
             graph.erase_node(placeholder)
-            if _value(operand) is not None and _value(operand).requires_grad:
+            if fake_tensor(operand) is not None and fake_tensor(operand).requires_grad:
                 done.append("unused capture dropped")
     return kept
 
@@ -171,15 +176,15 @@ def _drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any
 def _index_scalars(outer: Graph, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
     """Capture a 0-d tensor as a vector of one element, on the query's device, and index it."""
     result = []
-    for placeholder, operand in zip(_placeholders(graph)[INPUTS:], captured, strict=True):
-        value = _value(operand)
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+        value = fake_tensor(operand)
         if value is not None and value.dim() == 0:
-            device = _value(query).device if _value(query) is not None else value.device
+            device = fake_tensor(query).device if fake_tensor(query) is not None else value.device
             if value.device != device:
                 operand = outer.call_method("to", (operand, device))
             operand = outer.call_method("view", (operand, (1,)))
             operand.meta["example_value"] = value.view(1)
-            with graph.inserting_after(_placeholders(graph)[-1]):
+            with graph.inserting_after(placeholders(graph)[-1]):
                 element = graph.call_function(operator.getitem, (placeholder, (0,)))
             element.meta = dict(placeholder.meta)
             placeholder.replace_all_uses_with(element, delete_user_cb=lambda user, new=element: user is not new)
@@ -191,7 +196,7 @@ def _index_scalars(outer: Graph, graph: Graph, captured: list[Any], query: Node,
 
 def _connect_score(graph: Graph, done: list[str]) -> None:
     """Make an output that does not depend on the score formally depend on it, without changing value or gradient."""
-    score, _, _, q_index, _ = _placeholders(graph)[:INPUTS]
+    score, _, _, q_index, _ = placeholders(graph)[:INPUTS]
     output = graph.find_nodes(op="output")[0]
     reached = {score}
     for node in graph.nodes:

@@ -1,0 +1,260 @@
+"""Expressions of a score_mod that depend on less than a (query, key) pair, computed once outside the kernel.
+
+On Dynamo's graph, before autograd: a score-free subexpression whose footprint (analysis/footprints.py) is a row, a column, a
+diagonal or none at all becomes an fp32 table made by ordinary torch ops, which the score_mod reads at a canonical index.
+Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K values a head, not Q * K.
+
+    footprint     table                     read as
+    none          [B?, H?]                  t[b, h]
+    row           [B?, H?, Q]               t[b, h, q]
+    column        [B?, H?, K]               t[b, h, k]
+    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (CPU, dynamic lengths; negative distances at the end)
+                  [B?, H?, R, Q' + K']      t[b, h, q % R, k - (q - q % R) + Q']   (a skewed strip; rows are aligned)
+    antidiagonal  the same over q + k
+
+Rules, in this order:
+    a term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
+    score-free terms of one footprint in a sum are merged into one table;
+    what is left is hoisted where it reads a captured tensor at other than a plain position.
+A diagonal made of per-row or per-column values by cheap arithmetic (``slope[h] * (q - k)``) stays in the kernel, where its
+gradient is a sum in registers. Equal tables are shared. Masks are left alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import ops  # noqa: F401  (registers gradfuse::depend)
+from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
+from ..compat import flex_attention_hop
+from ..options import Options
+from ..report import record, user_line
+from .score_mods import drop_unused, fake_tensor, install, needs_grad, placeholders
+from .tables import Tables
+
+NAME = "hoisting"
+
+_SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
+#: Ops that cost a kernel more than reading a table does.
+_DEAR = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
+_DIAGONALS = (Positions.DIAGONAL, Positions.ANTIDIAGONAL)
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Hoist, in place, what can be hoisted out of every score_mod of a Dynamo graph that will need a gradient."""
+    if not own.enabled(NAME):
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
+        if needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())]):
+            _rewrite_node(gm, node)
+    gm.recompile()
+
+
+def _rewrite_node(gm: GraphModule, node: Node) -> None:
+    query, key, value, score_mod, block_mask, scale, kernel_options, captured, mask_captured = node.args
+    module = getattr(gm, score_mod.target)
+    graph = Graph()
+    returned = graph.graph_copy(module.graph, {})
+    graph.output(returned)
+    hoist = _Hoist(graph, footprints(graph), list(captured))
+    with gm.graph.inserting_before(node):
+        hoist.tables = Tables(gm.graph, graph, query, key, dict(zip(placeholders(graph)[5:], captured, strict=True)))
+        hoist.tables.masked = not _mask_is_trivial(getattr(gm, block_mask[-1].target))
+        anchors = hoist.drop_invariant() if _only_output(node) else []
+        hoist.merge_sums()
+        hoist.hoist_rest()
+        if not hoist.done:
+            return
+        graph.eliminate_dead_code()
+        captured = drop_unused(graph, [*captured, *hoist.tables.operands], [])
+        if anchors:
+            query = gm.graph.call_function(torch.ops.gradfuse.depend.default, (query, anchors))
+            query.meta["example_value"] = fake_tensor(node.args[0])
+        new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
+    record(NAME, "flex_attention", "hoisted", "; ".join(hoist.done), user_line(node))
+
+
+def _only_output(node: Node) -> bool:
+    """Whether nobody reads the logsumexp or the row maximum."""
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+
+
+def _mask_is_trivial(module: GraphModule) -> bool:
+    """Whether a mask_mod is the one that flex_attention makes up where there is no block mask."""
+    (out,) = module.graph.find_nodes(op="output")[0].args
+    return isinstance(out, Node) and name_of(out) in ("new_ones", "ones", "full")
+
+
+@dataclass
+class _Hoist:
+    """One score_mod: its graph, the footprints of its nodes, and what has been done to it."""
+
+    graph: Graph
+    footprints: dict[Node, Footprint]
+    captured: list[Any]
+    done: list[str] = field(default_factory=list)
+    tables: Tables = None
+    reads: set[Node] = field(default_factory=set)
+
+    # ------------------------------------------------ the three rules
+
+    def drop_invariant(self) -> list[Any]:
+        """Drop terms of the output without a key; return the captured tensors they read, whose gradient is zero."""
+        output = self.graph.find_nodes(op="output")[0]
+        root = output.args[0]
+        terms = self._terms(root)
+        gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key]
+        kept = [(sign, n) for sign, n in terms if n not in gone]
+        if not gone or not kept:
+            return []
+        with self.graph.inserting_before(output):
+            output.args = (self._sum(kept, root),)
+        self.done += [f"{self._describe(n)} dropped: it has no key, softmax does not see it" for n in gone]
+        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        read = {operands[c]: None for n in gone for c in self._cone(n) if c in operands}
+        self.graph.eliminate_dead_code()
+        return [c for c in read if fake_tensor(c) is not None and fake_tensor(c).requires_grad]
+
+    def merge_sums(self) -> None:
+        """In every sum, score-free terms of one footprint become one table."""
+        for root in [n for n in self.graph.nodes if n.target in _SUMS and not self._inside_a_sum(n)]:
+            if root not in self.footprints or self._hoistable(root):
+                continue
+            terms = self._terms(root)
+            groups: dict[Positions, list[tuple[int, Node]]] = {}
+            for sign, n in terms:
+                if isinstance(n, Node) and self._hoistable(n) and self._reads_tables(n):
+                    groups.setdefault(self.footprints[n].positions, []).append((sign, n))
+            if Positions.NONE in groups and len(groups) > 1:
+                none = groups.pop(Positions.NONE)
+                groups[next(iter(groups))] += none
+            merged = [group for group in groups.values() if len(group) > 1]
+            if not merged:
+                continue
+            in_a_table = {id(n) for group in merged for _, n in group}
+            kept = [(sign, n) for sign, n in terms if id(n) not in in_a_table]
+            with self.graph.inserting_before(root):
+                reads = [(1, self._read(group)) for group in merged]
+                total = self._sum(kept + reads, root)
+            root.replace_all_uses_with(total)
+
+    def hoist_rest(self) -> None:
+        """Every maximal hoistable expression that is not yet a plain read becomes a table."""
+        maximal = [
+            n for n in self.graph.nodes if self._worth_hoisting(n) and not all(self._worth_hoisting(u) for u in n.users)
+        ]
+        # Users first: what they are computed from may be hoisted too, for somebody else.
+        for node in reversed(maximal):
+            with self.graph.inserting_before(node):
+                read = self._read([(1, node)])
+            node.replace_all_uses_with(read)
+
+    # ------------------------------------------------ predicates
+
+    def _hoistable(self, node: Node) -> bool:
+        """Whether a table can hold the node: a float that depends on less than a pair, and not on the score."""
+        footprint = self.footprints.get(node)
+        value = fake_tensor(node)
+        return (
+            node.op in ("call_function", "call_method")
+            and footprint is not None
+            and not footprint.unknown
+            and not footprint.score
+            and footprint.positions is not Positions.PAIR
+            and value is not None
+            and value.dim() == 0
+            and value.is_floating_point()
+        )
+
+    def _worth_hoisting(self, node: Node) -> bool:
+        if not self._hoistable(node) or not self._reads_tables(node) or self._plain_read(node) or node in self.reads:
+            return False
+        if self.footprints[node].positions not in _DIAGONALS:
+            return True
+        cone = list(self._cone(node))
+        looked_up = any(self._is_read(n) and self.footprints[n].positions in _DIAGONALS for n in cone)
+        return looked_up or any(name_of(n) in _DEAR and self.footprints[n].positions in _DIAGONALS for n in cone)
+
+    def _plain_read(self, node: Node) -> bool:
+        """Whether a node is already ``table[positions and constants]``."""
+        positions = placeholders(self.graph)[1:5]
+        if not self._is_read(node) or node.args[0].op != "placeholder":
+            return False
+        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(isinstance(i, int) or i in positions for i in indices)
+
+    def _is_read(self, node: Node) -> bool:
+        return node.target is operator.getitem
+
+    def _reads_tables(self, node: Node) -> bool:
+        return any(self._is_read(n) for n in self._cone(node))
+
+    def _inside_a_sum(self, node: Node) -> bool:
+        return len(node.users) == 1 and next(iter(node.users)).target in _SUMS
+
+    # ------------------------------------------------ pieces
+
+    def _cone(self, node: Node) -> Iterable[Node]:
+        """A node and all it is computed from."""
+        seen = {node: None}
+        stack = [node]
+        while stack:
+            for n in stack.pop().all_input_nodes:
+                if n not in seen:
+                    seen[n] = None
+                    stack.append(n)
+        return seen
+
+    def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
+        """A sum as signed terms; a node that is no sum, or is used elsewhere too, is one term."""
+        if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+            return [(sign, node)]
+        if node in self.footprints and self._hoistable(node):
+            return [(sign, node)]
+        first, second = node.args
+        inner = sign * _SUMS[node.target]
+        left = self._terms(first, sign) if _single_use(first) else [(sign, first)]
+        right = self._terms(second, inner) if _single_use(second) else [(inner, second)]
+        return left + right
+
+    def _sum(self, terms: list[tuple[int, Any]], like: Node) -> Node:
+        """The sum of signed terms, a positive one first."""
+        terms = sorted(terms, key=lambda t: -t[0])
+        sign, total = terms[0]
+        if sign < 0:
+            total = self._new(operator.neg, (total,), total)
+        for sign, term in terms[1:]:
+            total = self._new(operator.add if sign > 0 else operator.sub, (total, term), like)
+        return total
+
+    def _new(self, target: Any, args: tuple[Any, ...], like: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta = dict(like.meta) if isinstance(like, Node) else {}
+        self.footprints[node] = join_all(self.footprints[n] for n in node.all_input_nodes)
+        return node
+
+    def _read(self, group: list[tuple[int, Node]]) -> Node:
+        """Replace a signed sum of nodes by a read of its table."""
+        footprint = join_all((self.footprints[n] for _, n in group))
+        read, note = self.tables.read(group, footprint)
+        read.meta = dict(group[0][1].meta)
+        self.reads.add(read)
+        self.footprints[read] = footprint
+        text = " ".join(("+ " if sign > 0 else "- ") + self._describe(n) for sign, n in group).removeprefix("+ ")
+        self.done.append(f"{text}: {footprint}, {note}")
+        return read
+
+    def _describe(self, node: Node) -> str:
+        line = user_line(node)
+        return line.split(": ", 1)[1][:60] if ": " in line else str(node)
+
+
+def _single_use(node: Any) -> bool:
+    return isinstance(node, Node) and len(node.users) == 1

@@ -1,0 +1,255 @@
+"""The tables that hoisted expressions of a score_mod live in: made outside by torch ops, read inside at a canonical index.
+
+``Tables`` inserts the ops that compute a table into the outer (Dynamo) graph and the operand and its read into the
+score_mod's graph. Everything is fp32 (fp64 for fp64), so that autograd accumulates gradients in fp32 and rounds once.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import compat
+from ..analysis.footprints import Footprint, Positions
+from .score_mods import fake_tensor, placeholders
+
+#: Rows of a skewed strip; a power of two. Row q of a tile starts at a multiple of it, so loads and adds are vectors.
+STRIP_ROWS = 8
+#: Elements that a strip's rows are padded to.
+STRIP_ALIGNMENT = 16
+
+
+def diagonal_strip(diagonal: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """Skew ``diagonal`` [..., queries + keys - 1], element d + queries - 1 for d = k - q, into a strip.
+
+    Returns [..., R, Q' + K'] with ``strip[..., q % R, k - (q - q % R) + Q'] == diagonal[..., k - q + queries - 1]``.
+    """
+    offset, width = strip_shape(queries, keys)
+    rows = [
+        torch.nn.functional.pad(diagonal, (offset - queries + 1 + i, width - offset - keys - i)) for i in range(STRIP_ROWS)
+    ]
+    return torch.stack(rows, -2)
+
+
+def antidiagonal_strip(antidiagonal: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """Skew ``antidiagonal`` [..., queries + keys - 1], element q + k, into a strip.
+
+    Returns [..., R, Q' + K'] with ``strip[..., q % R, k + (q - q % R)] == antidiagonal[..., q + k]``.
+    """
+    _, width = strip_shape(queries, keys)
+    rows = [torch.nn.functional.pad(antidiagonal, (-i, width - queries - keys + 1 + i)) for i in range(STRIP_ROWS)]
+    return torch.stack(rows, -2)
+
+
+def strip_shape(queries: int, keys: int) -> tuple[int, int]:
+    """Q' (where key 0 of query 0 stands in a row of the strip) and the length of a row."""
+    offset = (queries + STRIP_ALIGNMENT - 1) // STRIP_ALIGNMENT * STRIP_ALIGNMENT
+    return offset, offset + (keys + STRIP_ROWS + STRIP_ALIGNMENT - 1) // STRIP_ALIGNMENT * STRIP_ALIGNMENT
+
+
+@dataclass
+class Tables:
+    """The tables of one score_mod.
+
+    outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
+    captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
+    masked: a mask may hide positions whose index is out of range, so that lookups must not assert.
+    operands: what the score_mod captures beside ``captured`` from now on.
+    """
+
+    outer: Graph
+    inner: Graph
+    query: Node
+    key: Node
+    captured: dict[Node, Any]
+    masked: bool = True
+    operands: list[Node] = field(default_factory=list)
+    _made: dict[Any, Node] = field(default_factory=dict)
+    _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    _cast: dict[Node, Node] = field(default_factory=dict)
+
+    def read(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
+        """A node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
+        key = tuple((sign, self._key(node)) for sign, node in group)
+        if key not in self._made:
+            self._made[key] = self._table(group, footprint)
+        placeholder, shape = self._made[key]
+        index = self._index(footprint)
+        return self.inner.call_function(operator.getitem, (placeholder, index)), f"table {shape}"
+
+    # ------------------------------------------------ outside: the table
+
+    def _table(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
+        grid = self._grid(footprint)
+        total: Any = None
+        for sign, node in group:
+            value = self._outside(node, grid, {})
+            if total is None:
+                total = value if sign > 0 else self.outer.call_function(operator.neg, (value,))
+            else:
+                total = self.outer.call_function(operator.add if sign > 0 else operator.sub, (total, value))
+        table = self.outer.call_function(torch.broadcast_to, (total, grid[-1]))
+        table = self.outer.call_method("to", (table, self._dtype()))
+        sizes = [self._size("query", 2), self._size("key", 2)]
+        if self._strips() and footprint.positions is Positions.DIAGONAL:
+            table = self.outer.call_function(diagonal_strip, (table, *sizes))
+        elif self._strips() and footprint.positions is Positions.ANTIDIAGONAL:
+            table = self.outer.call_function(antidiagonal_strip, (table, *sizes))
+        else:
+            table = self.outer.call_method("contiguous", (table,))
+        with self.inner.inserting_after(placeholders(self.inner)[-1]):
+            placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
+        self.operands.append(table)
+        return placeholder, f"[{', '.join(self._axes(footprint))}]"
+
+    def _axes(self, footprint: Footprint) -> list[str]:
+        names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
+        strip = [str(STRIP_ROWS), "Q + K"] if self._strips() else ["Q + K - 1"]
+        along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"]}
+        return [*names, *along.get(footprint.positions, strip)] or ["1"]
+
+    def _strips(self) -> bool:
+        """Strips are for the Triton kernels, and for lengths that are known."""
+        on_gpu = fake_tensor(self.query).device.type != "cpu" or compat.uses_triton_on_cpu()
+        return on_gpu and all(isinstance(n, int) for n in self._lengths())
+
+    def _lengths(self) -> list[Any]:
+        return [fake_tensor(x).shape[2] for x in (self.query, self.key)]
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if fake_tensor(self.query).dtype == torch.float64 else torch.float32
+
+    def _size(self, of: str, dim: int) -> Any:
+        value = fake_tensor(self.query if of == "query" else self.key).shape[dim]
+        if isinstance(value, int):
+            return value
+        return self.outer.call_method("size", (self.query if of == "query" else self.key, dim))
+
+    def _grid(self, footprint: Footprint) -> tuple[Any, ...]:
+        """The outer nodes of b, h, q, k over the table, and the table's shape."""
+        if footprint not in self._grids:
+            queries, keys = self._size("query", 2), self._size("key", 2)
+            lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
+            both = self._arithmetic(operator.sub, self._arithmetic(operator.add, queries, keys), 1)
+            along = {Positions.NONE: None, Positions.ROW: queries, Positions.COLUMN: keys}.get(footprint.positions, both)
+            shape = [*lengths, *([] if along is None else [along])] or [1]
+            axis = iter(range(len(shape)))
+            b = self._range(next(axis), shape) if footprint.batch else None
+            h = self._range(next(axis), shape) if footprint.head else None
+            q = k = None
+            if along is not None:
+                q, k = self._positions(footprint.positions, self._range(next(axis), shape), queries, keys)
+            self._grids[footprint] = (b, h, q, k, tuple(shape))
+        return self._grids[footprint]
+
+    def _positions(self, positions: Positions, along: Node, queries: Any, keys: Any) -> tuple[Any, Any]:
+        """The query and the key that stand for each element along the last axis of a table."""
+        if positions is Positions.ROW:
+            return along, None
+        if positions is Positions.COLUMN:
+            return None, along
+        call, last = self.outer.call_function, self._arithmetic(operator.sub, queries, 1)
+        if positions is Positions.ANTIDIAGONAL:
+            q = self.outer.call_method("clamp", (along,), {"max": last})
+            return q, call(operator.sub, (along, q))
+        if self._strips():
+            distance = call(operator.sub, (along, last))
+        else:
+            # Negative distances stand at the end, where a negative index finds them whatever the length is.
+            total = self._arithmetic(operator.add, last, keys)
+            ahead = call(operator.lt, (along, keys))
+            distance = call(torch.where, (ahead, along, call(operator.sub, (along, total))))
+        negative = call(operator.neg, (distance,))
+        return tuple(self.outer.call_method("clamp", (x,), {"min": 0}) for x in (negative, distance))
+
+    def _arithmetic(self, op: Any, x: Any, y: Any) -> Any:
+        return op(x, y) if isinstance(x, int) and isinstance(y, int) else self.outer.call_function(op, (x, y))
+
+    def _range(self, axis: int, shape: list[Any]) -> Node:
+        device = fake_tensor(self.query).device
+        arange = self.outer.call_function(torch.arange, (shape[axis],), {"dtype": torch.int32, "device": device})
+        return self.outer.call_method("view", (arange, [-1 if a == axis else 1 for a in range(len(shape))]))
+
+    def _outside(self, node: Any, grid: tuple[Any, ...], done: dict[Node, Any]) -> Any:
+        """Copy a node of the score_mod, and all it is computed from, into the outer graph over a table's grid."""
+        if not isinstance(node, Node):
+            return node
+        if node in done:
+            return done[node]
+        if node in self.captured:
+            done[node] = self._in_working_dtype(node)
+        elif node.op == "placeholder":
+            position = grid[placeholders(self.inner)[1:5].index(node)]
+            # A position that the footprint does not have cancels (as in ``(q - k) + k``): any value will do.
+            done[node] = position if position is not None else self._range(0, [1])
+        elif node.target is operator.getitem:
+            table = node.args[0]
+            indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            shape = fake_tensor(table).shape
+            safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
+            done[node] = self.outer.call_function(operator.getitem, (self._outside(table, grid, done), safe))
+        else:
+            for n in node.all_input_nodes:
+                self._outside(n, grid, done)
+            done[node] = self.outer.node_copy(node, lambda n: done[n])
+            done[node].meta.pop("example_value", None)
+        return done[node]
+
+    def _in_working_dtype(self, node: Node) -> Any:
+        operand, value = self.captured[node], fake_tensor(node)
+        if value is None or not value.is_floating_point() or value.dtype in (self._dtype(), torch.float64):
+            return operand
+        if node not in self._cast:
+            self._cast[node] = self.outer.call_method("to", (operand, self._dtype()))
+        return self._cast[node]
+
+    def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
+        """Under a mask, an index of a hidden position may be out of range: wrap and clamp it instead of asserting."""
+        if not self.masked or not isinstance(index, Node):
+            return index
+        if not isinstance(size, int):
+            size = self.outer.call_method("size", (self.captured[table], dim))
+        negative = self.outer.call_function(operator.lt, (index, 0))
+        wrapped = self.outer.call_function(operator.add, (index, size))
+        index = self.outer.call_function(torch.where, (negative, wrapped, index))
+        last = self._arithmetic(operator.sub, size, 1)
+        return self.outer.call_method("clamp", (index,), {"min": 0, "max": last})
+
+    # ------------------------------------------------ inside: the read
+
+    def _index(self, footprint: Footprint) -> tuple[Any, ...]:
+        _, b, h, q, k = placeholders(self.inner)[:5]
+        heads = [b] * footprint.batch + [h] * footprint.head
+        if footprint.positions is Positions.NONE:
+            return tuple(heads) or (0,)
+        if footprint.positions in (Positions.ROW, Positions.COLUMN):
+            return (*heads, q if footprint.positions is Positions.ROW else k)
+        diagonal = footprint.positions is Positions.DIAGONAL
+        if not self._strips():
+            return (*heads, self._inner(operator.sub if diagonal else operator.add, k, q))
+        shift = STRIP_ROWS.bit_length() - 1
+        start = self._inner(torch.bitwise_left_shift, self._inner(torch.bitwise_right_shift, q, shift), shift)
+        row = self._inner(torch.bitwise_and, q, STRIP_ROWS - 1)
+        if not diagonal:
+            return (*heads, row, self._inner(operator.add, k, start))
+        offset, _ = strip_shape(*self._lengths())
+        return (*heads, row, self._inner(operator.add, self._inner(operator.sub, k, start), offset))
+
+    def _inner(self, target: Any, *args: Any) -> Node:
+        node = self.inner.call_function(target, args)
+        like = next(a for a in args if isinstance(a, Node))
+        node.meta = dict(like.meta)
+        return node
+
+    def _key(self, node: Any) -> Any:
+        """What a node computes, as a nested tuple, so that equal expressions share a table."""
+        if not isinstance(node, Node):
+            return repr(node)
+        if node.op == "placeholder":
+            return node.name
+        args = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: self._key(a) if isinstance(a, Node) else a)
+        return str((node.op, str(node.target), args))
