@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 import sympy
@@ -18,7 +19,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import lookup_backend, register_backend
-from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+from torch._dynamo.backends.registry import _COMPILER_FNS
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
@@ -75,11 +76,12 @@ zeros_and_scatter = torch.ops.flex_lib.zeros_and_scatter.default
 
 
 def register(name: str, backend: Callable[..., Any]) -> None:
-    """Make ``backend`` known to ``torch.compile(backend=name)``; importing twice, or after the entry point, is fine."""
-    if _COMPILER_FNS.get(name) is not backend:
-        _COMPILER_FNS.pop(name, None)
+    """Make ``backend`` known to ``torch.compile(backend=name)`` where no installed entry point does so.
+
+    Loading an entry point imports this package, and Dynamo then registers what it loaded: it refuses a name it has already.
+    """
+    if not entry_points(group="torch_dynamo_backends", name=name) and _COMPILER_FNS.get(name) is not backend:
         register_backend(compiler_fn=backend, name=name)
-        _BACKENDS.setdefault(name, None)
 
 
 def _compiling_backend() -> Any:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,13 @@ def test_caches_never_mix_the_backends(tmp_path):
     assert [int(hits) > 0 for _, hits in first] == [False, False, True]
     second = run("gradfuse", "inductor")
     assert [int(hits) > 0 for _, hits in second] == [True, True]
+
+
+@pytest.mark.parametrize("first", ["", "import inductor_ext"], ids=["entry point alone", "imported first"])
+def test_found_by_name(first):
+    script = f"{first}\nimport torch\nprint(torch.compile(lambda x: x + 1, backend='gradfuse')(torch.ones(2)).tolist())"
+    installed = entry_points(group="torch_dynamo_backends", name="gradfuse")
+    if not first and not installed:
+        pytest.skip("the package is not installed")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout.strip() == "[2.0, 2.0]", done.stderr[-2000:]
