@@ -221,7 +221,7 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     """
     box = lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device)
     box.realize()
-    box.data.data.layout = ir.FixedLayout(device, dtype, list(size), ir.FlexibleLayout.contiguous_strides(list(size)))
+    box.data.data.layout = ir.FixedLayout(device, dtype, list(size), contiguous_strides(size))
     return box
 
 
@@ -318,6 +318,16 @@ def architecture(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether a kernel on ``device`` may add a whole tile into memory by TMA (the interpreter cannot)."""
+    return device.type == "cuda" and architecture(device) >= 90
+
+
+def contiguous_strides(size: Sequence[Any]) -> list[Any]:
+    """Strides of a contiguous tensor."""
+    return list(ir.FlexibleLayout.contiguous_strides(list(size)))
 
 
 def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any) -> Any:

@@ -8,7 +8,7 @@ with them. Captured gradients are accumulated in fp32 and cast once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, axes_of, returning, take_apart
+from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, NotUnderstood, axes_of, returning, take_apart
 from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..options import Options
 from ..report import STOCK, record, user_line
@@ -43,7 +43,8 @@ def _grid(
     *,
     cdiv: Callable[..., Any],
 ) -> tuple:
-    return cdiv(queries, meta["BLOCK_M2"]) * (heads // kv_heads) + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
+    query_programs = 0 if meta["ONE_PASS"] else cdiv(queries, meta["BLOCK_M2"]) * (heads // kv_heads)
+    return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
 _template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward"))
@@ -53,11 +54,12 @@ _template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_bac
 class _CapturedGradients:
     """Accumulators of the captured tensors that need a gradient, and what is added to them.
 
-    accumulators: one zeroed fp32 buffer a captured tensor, None where it needs no gradient.
+    accumulators: one buffer a captured tensor, None where it needs no gradient: zeroed and fp32, or in the tensor's own
+        dtype where each element has one writer.
     targets: the accumulator of each contribution.
     subgraphs: value, offset and in_bounds of each contribution, flat.
-    checked, query_free, key_free: bit i is set where contribution i's offset may be out of bounds, does not depend on
-        the query, does not depend on the key.
+    checked, query_free, key_free, one_writer: bit i is set where contribution i's offset may be out of bounds, does not
+        depend on the query, does not depend on the key, is reached by one score alone.
     """
 
     accumulators: list[Any] = field(default_factory=list)
@@ -66,6 +68,21 @@ class _CapturedGradients:
     checked: int = 0
     query_free: int = 0
     key_free: int = 0
+    one_writer: int = 0
+
+    @property
+    def note(self) -> str:
+        """How each contribution is reduced, for the report."""
+        kinds = []
+        for i in range(len(self.targets)):
+            bits = [(mask >> i) & 1 for mask in (self.one_writer, self.query_free, self.key_free)]
+            if bits[0]:
+                kinds.append("stored by its one writer")
+            elif any(bits[1:]):
+                kinds.append("summed in registers, one fp32 add a program" if bits[1] else "summed along keys")
+            else:
+                kinds.append("one fp32 add a score")
+        return f"{len(kinds)} contributions to captured gradients" + (": " + ", ".join(kinds) if kinds else "")
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,12 +110,13 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
                 f"score_mod is accumulated with atomics ({where}). Detach the tensor, add it to the mask instead, or "
                 "compile without deterministic."
             )
-        return _lower(joint, *args)
+        return _lower(own, joint, *args)
 
     return flex_attention_backward
 
 
 def _lower(
+    own: Options,
     joint: JointGraph,
     query: Any,
     key: Any,
@@ -118,7 +136,7 @@ def _lower(
     device, dtype = query.get_device(), query.get_dtype()
     node = V.graph.current_node
     query_size, key_size, value_size = query.get_size(), key.get_size(), value.get_size()
-    batch, heads, length, _ = query_size
+    batch, heads, length, qk_dim = query_size
     if grad_out is None:
         grad_out = compat.full([batch, heads, length, value_size[-1]], 0, dtype, device)
     delta = _delta(out, grad_out, grad_logsumexp)
@@ -131,16 +149,21 @@ def _lower(
     score_buffer = score_subgraph(score_graph, node, device, score_captured)
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
     grad_score_buffer = _grad_score(joint, node, device, score_captured)
-    captured = _captured_gradients(joint, node, device, score_captured)
+    captured = _captured_gradients(joint, node, device, score_captured, block_mask)
 
     # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
     grad_key_size = [batch, *key_size[1:]]
     grad_value_size = [batch, *value_size[1:]]
     layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
-    grad_query, grad_value = (
-        compat.empty_strided(size, compat.dense_strides(size, like.get_stride()), dtype=dtype, device=device)
-        for size, like in ((query_size, query), (grad_value_size, value))
+    one_pass = _one_pass(own, device, qk_dim, kernel_options)
+    grad_value = compat.empty_strided(
+        grad_value_size, compat.dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
     )
+    if one_pass:
+        grad_query = compat.full(query_size, 0, torch.float32, device)
+    else:
+        strides = compat.dense_strides(query_size, query.get_stride())
+        grad_query = compat.empty_strided(query_size, strides, dtype=dtype, device=device)
     full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(block_mask, device)
     inputs = [query, key, value, logsumexp, delta, grad_out, grad_query, grad_value]
     inputs += [block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices]
@@ -154,6 +177,9 @@ def _lower(
     options["CHECKED_CONTRIBUTIONS"] = captured.checked
     options["QUERY_FREE_CONTRIBUTIONS"] = captured.query_free
     options["KEY_FREE_CONTRIBUTIONS"] = captured.key_free
+    options["ONE_WRITER_CONTRIBUTIONS"] = captured.one_writer
+    options["ONE_PASS"] = one_pass
+    options["TMA_ADDS"] = one_pass and compat.has_tma(device) and qk_dim % 4 == 0
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         configs = [backward_config(configs[0], compat.architecture(device), contributions=bool(captured.targets))]
@@ -187,7 +213,9 @@ def _lower(
     )
     if not V.graph.sizevars.evaluate_expr(sympy.Eq(batch, key_size[0])):
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
-    note = f"{len(captured.targets)} contributions to {len(accumulators)} captured gradients, fp32 atomics"
+    if one_pass:
+        grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, dtype)
+    note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
     return grad_query, grad_key, grad_value, _rounded_once(captured, score_captured)
 
@@ -219,8 +247,32 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
     return buffer
 
 
+#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers (benchmarks/NOTES.md).
+WIDEST_ONE_PASS = 64
+
+
+def _one_pass(own: Options, device: torch.device, head_dim: Any, kernel_options: dict[str, Any]) -> bool:
+    """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it otherwise."""
+    if own.deterministic:
+        return False
+    wanted = kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
+    if wanted is not None:
+        return bool(wanted)
+    return compat.architecture(device) >= 90 and V.graph.sizevars.guard_int(head_dim) <= WIDEST_ONE_PASS
+
+
+def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
+    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order."""
+    if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
+        return False
+    indices = contributions[0].indices
+    whole = all(compat.statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
+    rest = [n for position, n in ranges.items() if position not in indices]
+    return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)
+
+
 def _captured_gradients(
-    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any]
+    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any], block_mask: FlexBlockMask
 ) -> _CapturedGradients:
     result = _CapturedGradients()
     ranges = extents_of(joint.module, extents(node), first=1)
@@ -229,7 +281,14 @@ def _captured_gradients(
         if contributions is None:
             result.accumulators.append(None)
             continue
-        accumulator = compat.full(buffer.get_size(), 0, torch.float32, device)
+        one_writer = _writes_once(contributions, subgraphs.shape_of(placeholder), ranges)
+        if one_writer and common.is_unmasked(block_mask):
+            size = buffer.get_size()
+            accumulator = compat.empty_strided(
+                size, compat.contiguous_strides(size), dtype=buffer.get_dtype(), device=device
+            )
+        else:
+            accumulator = compat.full(buffer.get_size(), 0, buffer.get_dtype() if one_writer else torch.float32, device)
         result.accumulators.append(accumulator)
         for contribution in contributions:
             value = returning(joint.module, [contribution.value])
@@ -241,6 +300,7 @@ def _captured_gradients(
             result.checked |= bit * checked
             result.query_free |= bit * (not on_query)
             result.key_free |= bit * (not on_key)
+            result.one_writer |= bit * one_writer
             result.targets.append(accumulator)
             for module in (value, address):
                 result.subgraphs.extend(subgraphs.inline(module, _joint_placeholders(device), captured))

@@ -17,6 +17,8 @@ from ..report import user_line
 LARGEST_TILE = 128
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+#: The sparse block size that flex_attention makes up where there is no block mask.
+NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
 
 
@@ -151,6 +153,12 @@ def tile_choices(
 def _largest_divisor(block: int) -> int:
     """The largest power of two that divides a sparse block size (at least 16, which tl.dot needs)."""
     return max(block & -block, 16)
+
+
+def is_unmasked(block_mask: FlexBlockMask) -> bool:
+    """Whether there is no block mask at all, so that every tile is visited."""
+    sizes = (block_mask.query_block_size, block_mask.key_block_size)
+    return all(isinstance(n, int) and n >= NO_MASK_BLOCK_SIZE for n in sizes)
 
 
 def num_blocks_for_autotuning(indices: Any) -> Any:

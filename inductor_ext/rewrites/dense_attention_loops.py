@@ -136,14 +136,15 @@ class KeySegments:
         state: list[Tensor],
         visits: Sequence[Tensor],
         keyed: Sequence[Tensor],
+        positions: Tensor,
         others: Sequence[Any],
     ) -> list[Tensor]:
         """``state = step(state, keyed rows of a segment, key positions, which are real, others)`` for each visited segment.
 
-        ``keyed`` are tensors [B, H, K, D], cut along dim 2.
+        ``keyed`` are tensors [B, H, K, D], cut along dim 2; ``positions`` [K] counts the keys (an operand, so that no
+        loop takes it for a range it may split).
         """
         if not self.looped:
-            positions = torch.arange(self.length, device=self.device, dtype=torch.int32)
             return step(state, list(keyed), positions, None, list(others))
         state_, keyed_, others_ = list(state), list(keyed), list(others)
 

@@ -57,8 +57,9 @@ class DenseAttention:
         work = torch.float64 if query.dtype == torch.float64 else torch.float32
         blocks = QueryBlocks(query.shape[2], query.device)
         keys = KeySegments(key.shape[2], self.query_block, self.key_block, query.device)
-        b, h = (torch.arange(n, device=query.device, dtype=torch.int32) for n in query.shape[:2])
-        others = [key.to(work), value.to(work), b, h, *tables, *captured]
+        ranges = (key.shape[2], *query.shape[:2])
+        k, b, h = (torch.arange(n, device=query.device, dtype=torch.int32) for n in ranges)
+        others = [key.to(work), value.to(work), k, b, h, *tables, *captured]
         return _Setup(work, blocks, keys, keys.visits(tables, blocks.positions()), captured[: self.num_captured], others)
 
     def _named(self, rest: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
@@ -140,10 +141,12 @@ class DenseAttention:
 
         def block(_: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
             q, position, row_ok, *visits = xs
-            key, value, b, h, *rest = others
+            key, value, every, b, h, *rest = others
             rows = q.new_zeros([*q.shape[:3], 1])
             start = [rows - math.inf, rows.clone(), q.new_zeros([*q.shape[:3], value.shape[3]])]
-            top, total, acc = setup.keys.fold(segment, start, visits, [key, value], [q, position, row_ok, b, h, *rest])
+            top, total, acc = setup.keys.fold(
+                segment, start, visits, [key, value], every, [q, position, row_ok, b, h, *rest]
+            )
             seen = total > 0
             safe = torch.where(seen, total, 1.0)
             lse = torch.where(seen, top + torch.log(safe), -math.inf)
@@ -200,9 +203,9 @@ class DenseAttention:
 
         def block(carry: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
             (*rows, position, row_ok), visits = xs[:6], xs[6:]
-            key, value, b, h, *rest = others
+            key, value, every, b, h, *rest = others
             start = [torch.zeros_like(rows[0]), *carry]
-            dq, *sums = keys.fold(segment, start, visits, [key, value], [*rows, position, row_ok, b, h, *rest])
+            dq, *sums = keys.fold(segment, start, visits, [key, value], every, [*rows, position, row_ok, b, h, *rest])
             return sums, [dq]
 
         blocks = setup.blocks
