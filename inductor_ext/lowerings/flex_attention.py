@@ -148,16 +148,10 @@ def _shape_note(query: Any, key: Any) -> str:
     return f"training; query {tuple(query.get_size())}, key {tuple(key.get_size())}"
 
 
-def extents(node: torch.fx.Node) -> list[Any]:
-    """The lengths of the ranges of b, h, q and k for a flex_attention node (forward or backward)."""
-    query, key = (node.args[i].meta["val"] for i in (0, 1))
-    return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
-
-
 def score_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
     """The score_mod, ready to be inlined, with safe reads."""
     module = returning(module, output_nodes(module.graph))
-    subgraphs.clamp_reads(module, extents_of(module, extents(node), first=1))
+    subgraphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
     (buffer,) = subgraphs.inline(module, subgraphs.score_placeholders(device, torch.float32), captured)
     return buffer
 
@@ -165,9 +159,9 @@ def score_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: to
 def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
     """The mask_mod, ready to be inlined, with safe reads."""
     module = returning(module, output_nodes(module.graph))
-    subgraphs.clamp_reads(module, extents_of(module, extents(node), first=0))
+    subgraphs.clamp_reads(module, extents_of(module, common.extents(node), first=0))
     (buffer,) = subgraphs.inline(module, subgraphs.mask_placeholders(device), captured)
     return buffer
 
 
-__all__ = ["NAME", "extents", "lower", "mask_subgraph", "score_subgraph"]
+__all__ = ["NAME", "lower", "mask_subgraph", "score_subgraph"]

@@ -1,15 +1,14 @@
 """Lowering of ``flex_attention_backward`` onto ``flex_backward.py.jinja``.
 
 The joint graph of the score_mod is taken apart into the gradient of the score and the contributions to each captured
-gradient; the template gets each contribution's value, offset and bounds as subgraphs of their own and decides what to do
-with them. Captured gradients are accumulated in fp32 and cast once.
+gradient; the template gets each contribution's value, offset and bounds as subgraphs of their own, and
+captured_gradients.py says how each is reduced. Captured gradients are accumulated in fp32 and cast once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -17,13 +16,14 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, NotUnderstood, axes_of, returning, take_apart
+from ..analysis.captured_grads import JointGraph, NotUnderstood, returning, take_apart
 from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..options import Options
 from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
-from .flex_attention import extents, mask_subgraph, score_subgraph
+from .captured_gradients import CapturedGradients, plan_gradients
+from .flex_attention import mask_subgraph, score_subgraph
 from .flex_tiles import backward_config
 from .templates import load
 
@@ -48,41 +48,6 @@ def _grid(
 
 
 _template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward"))
-
-
-@dataclass
-class _CapturedGradients:
-    """Accumulators of the captured tensors that need a gradient, and what is added to them.
-
-    accumulators: one buffer a captured tensor, None where it needs no gradient: zeroed and fp32, or in the tensor's own
-        dtype where each element has one writer.
-    targets: the accumulator of each contribution.
-    subgraphs: value, offset and in_bounds of each contribution, flat.
-    checked, query_free, key_free, one_writer: bit i is set where contribution i's offset may be out of bounds, does not
-        depend on the query, does not depend on the key, is reached by one score alone.
-    """
-
-    accumulators: list[Any] = field(default_factory=list)
-    targets: list[Any] = field(default_factory=list)
-    subgraphs: list[Any] = field(default_factory=list)
-    checked: int = 0
-    query_free: int = 0
-    key_free: int = 0
-    one_writer: int = 0
-
-    @property
-    def note(self) -> str:
-        """How each contribution is reduced, for the report."""
-        kinds = []
-        for i in range(len(self.targets)):
-            bits = [(mask >> i) & 1 for mask in (self.one_writer, self.query_free, self.key_free)]
-            if bits[0]:
-                kinds.append("stored by its one writer")
-            elif any(bits[1:]):
-                kinds.append("summed in registers, one fp32 add a program" if bits[1] else "summed along keys")
-            else:
-                kinds.append("one fp32 add a score")
-        return f"{len(kinds)} contributions to captured gradients" + (": " + ", ".join(kinds) if kinds else "")
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,13 +114,13 @@ def _lower(
     score_buffer = score_subgraph(score_graph, node, device, score_captured)
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
     grad_score_buffer = _grad_score(joint, node, device, score_captured)
-    captured = _captured_gradients(joint, node, device, score_captured, block_mask)
+    captured = plan_gradients(joint, node, device, score_captured, block_mask, kernel_options)
 
     # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
     grad_key_size = [batch, *key_size[1:]]
     grad_value_size = [batch, *value_size[1:]]
     layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
-    one_pass = _one_pass(own, device, qk_dim, kernel_options)
+    one_pass = _one_pass(own, device, qk_dim, kernel_options, captured)
     grad_value = compat.empty_strided(
         grad_value_size, compat.dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
     )
@@ -173,24 +138,22 @@ def _lower(
     options["IDENTITY_SCORE_MOD"] = subgraphs.is_identity(score_graph)
     options["TRIVIAL_MASK_MOD"] = subgraphs.is_always_true(mask_graph)
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
-    options["NUM_CONTRIBUTIONS"] = len(captured.targets)
-    options["CHECKED_CONTRIBUTIONS"] = captured.checked
-    options["QUERY_FREE_CONTRIBUTIONS"] = captured.query_free
-    options["KEY_FREE_CONTRIBUTIONS"] = captured.key_free
-    options["ONE_WRITER_CONTRIBUTIONS"] = captured.one_writer
+    options.update(captured.options())
     options["ONE_PASS"] = one_pass
     options["TMA_ADDS"] = one_pass and compat.has_tma(device) and qk_dim % 4 == 0
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
-        configs = [backward_config(configs[0], compat.architecture(device), contributions=bool(captured.targets))]
+        sizes = {"head_dim": options["QK_HEAD_DIM_ROUNDED"], "one_pass": one_pass}
+        work = {"contributions": bool(captured.plans), "wide_tiles": captured.wide_tiles}
+        configs = [backward_config(configs[0], compat.architecture(device), **work, **sizes)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
-    inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.subgraphs]
-    accumulators = [a for a in captured.accumulators if a is not None]
+    inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
+    targets, accumulators = [plan.target for plan in captured.plans], captured.needed
     choices: list[Any] = []
-    for tiled in common.tile_choices(options, "bwd", configs, tiles):
+    for tiled in common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile):
         _template.maybe_append_choice(
             choices=choices,
-            input_nodes=[*inputs, *captured.targets],
+            input_nodes=[*inputs, *targets],
             layout=layout,
             subgraphs=inlined,
             mutated_inputs=[grad_query, grad_value, *accumulators],
@@ -205,7 +168,7 @@ def _lower(
     grad_key = compat.autotune(
         "gradfuse_flex_backward",
         choices,
-        [*inputs, *captured.targets, *all_captured],
+        [*inputs, *targets, *all_captured],
         layout,
         generators,
         all_captured,
@@ -217,7 +180,7 @@ def _lower(
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, dtype)
     note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
-    return grad_query, grad_key, grad_value, _rounded_once(captured, score_captured)
+    return grad_query, grad_key, grad_value, captured.results(score_captured)
 
 
 def _delta(out: Any, grad_out: Any, grad_logsumexp: Any) -> Any:
@@ -242,7 +205,7 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
         zero.args = ([constant],)
     else:
         module = returning(joint.module, [joint.grad_score])
-    subgraphs.clamp_reads(module, extents_of(module, extents(node), first=1))
+    subgraphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
     (buffer,) = subgraphs.inline(module, _joint_placeholders(device), captured)
     return buffer
 
@@ -251,66 +214,14 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
 WIDEST_ONE_PASS = 64
 
 
-def _one_pass(own: Options, device: torch.device, head_dim: Any, kernel_options: dict[str, Any]) -> bool:
+def _one_pass(
+    own: Options, device: torch.device, head_dim: Any, kernel_options: dict[str, Any], captured: CapturedGradients
+) -> bool:
     """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it otherwise."""
     if own.deterministic:
         return False
     wanted = kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
     if wanted is not None:
         return bool(wanted)
-    return compat.architecture(device) >= 90 and V.graph.sizevars.guard_int(head_dim) <= WIDEST_ONE_PASS
-
-
-def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
-    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order."""
-    if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
-        return False
-    indices = contributions[0].indices
-    whole = all(compat.statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
-    rest = [n for position, n in ranges.items() if position not in indices]
-    return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)
-
-
-def _captured_gradients(
-    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any], block_mask: FlexBlockMask
-) -> _CapturedGradients:
-    result = _CapturedGradients()
-    ranges = extents_of(joint.module, extents(node), first=1)
-    placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
-    for contributions, placeholder, buffer in zip(joint.captured, placeholders, captured, strict=True):
-        if contributions is None:
-            result.accumulators.append(None)
-            continue
-        one_writer = _writes_once(contributions, subgraphs.shape_of(placeholder), ranges)
-        if one_writer and common.is_unmasked(block_mask):
-            size = buffer.get_size()
-            accumulator = compat.empty_strided(
-                size, compat.contiguous_strides(size), dtype=buffer.get_dtype(), device=device
-            )
-        else:
-            accumulator = compat.full(buffer.get_size(), 0, buffer.get_dtype() if one_writer else torch.float32, device)
-        result.accumulators.append(accumulator)
-        for contribution in contributions:
-            value = returning(joint.module, [contribution.value])
-            subgraphs.clamp_reads(value, extents_of(value, extents(node), first=1))
-            address, checked = subgraphs.address(joint.module, contribution, subgraphs.shape_of(placeholder), ranges)
-            subgraphs.clamp_reads(address, extents_of(address, extents(node), first=1))
-            _, _, on_query, on_key = axes_of(joint.module, contribution)
-            bit = 1 << len(result.targets)
-            result.checked |= bit * checked
-            result.query_free |= bit * (not on_query)
-            result.key_free |= bit * (not on_key)
-            result.one_writer |= bit * one_writer
-            result.targets.append(accumulator)
-            for module in (value, address):
-                result.subgraphs.extend(subgraphs.inline(module, _joint_placeholders(device), captured))
-    return result
-
-
-def _rounded_once(captured: _CapturedGradients, tensors: list[Any]) -> tuple[Any, ...]:
-    """The accumulators in the captured tensors' own dtypes."""
-    convert = lowerings[torch.ops.prims.convert_element_type]
-    return tuple(
-        accumulator if accumulator is None else convert(accumulator, tensor.get_dtype())
-        for accumulator, tensor in zip(captured.accumulators, tensors, strict=True)
-    )
+    narrow = V.graph.sizevars.guard_int(head_dim) <= WIDEST_ONE_PASS
+    return compat.architecture(device) >= 90 and narrow and not captured.sums_along_keys

@@ -114,19 +114,20 @@ def _float32_precision() -> str:
 
 
 def tile_choices(
-    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str]
+    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str], tallest: int = LARGEST_TILE
 ) -> Iterator[dict[str, Any]]:
     """One set of template options for each config whose tiles divide the sparse blocks.
 
     ``direction`` is "fwd" or "bwd": kernel options with that prefix win, those with the other are dropped. ``tiles`` maps
     the template's tile names to the config's attributes; a name with M tiles queries, one with N keys. Default tiles
-    shrink to fit small sparse blocks. Raises ValueError, as stock does, when nothing fits.
+    shrink to fit small sparse blocks, and to ``tallest`` queries. Raises ValueError, as stock does, when nothing fits.
     """
     other = {"fwd": "bwd_", "bwd": "fwd_"}[direction]
     base = {k: v for k, v in options.items() if not k.startswith((f"{direction}_", other))}
     base.update({k[4:]: v for k, v in options.items() if k.startswith(f"{direction}_")})
     sparse = {"M": base["SPARSE_Q_BLOCK_SIZE"], "N": base["SPARSE_KV_BLOCK_SIZE"]}
     limits = {axis: _largest_divisor(block) for axis, block in sparse.items()}
+    limits["M"] = min(limits["M"], tallest)
     wanted: dict[str, int] = {}
     found = False
     for config in configs:
@@ -153,6 +154,12 @@ def tile_choices(
 def _largest_divisor(block: int) -> int:
     """The largest power of two that divides a sparse block size (at least 16, which tl.dot needs)."""
     return max(block & -block, 16)
+
+
+def extents(node: torch.fx.Node) -> list[Any]:
+    """The lengths of the ranges of b, h, q and k for a flex_attention node (forward or backward)."""
+    query, key = (node.args[i].meta["val"] for i in (0, 1))
+    return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
 
 
 def is_unmasked(block_mask: FlexBlockMask) -> bool:

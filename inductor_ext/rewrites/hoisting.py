@@ -32,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import ops  # noqa: F401  (registers gradfuse::depend)
 from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
+from ..analysis.strips import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..compat import flex_attention_hop
 from ..options import Options
 from ..report import record, user_line
@@ -77,6 +78,15 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
             query = gm.graph.call_function(torch.ops.gradfuse.depend.default, (query, anchors))
             query.meta["example_value"] = fake_tensor(node.args[0])
         new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    strips = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
+    for i, operand in enumerate(captured):
+        if operand in hoist.tables.strips:
+            strips[hoist.tables.strips[operand]] |= 1 << i
+    kernel_options = {
+        **kernel_options,
+        DIAGONAL_OPTION: strips[Positions.DIAGONAL],
+        ANTIDIAGONAL_OPTION: strips[Positions.ANTIDIAGONAL],
+    }
     node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
     record(NAME, "flex_attention", "hoisted", "; ".join(hoist.done), user_line(node))
 

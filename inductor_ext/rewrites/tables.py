@@ -15,12 +15,8 @@ from torch.fx import Graph, Node
 
 from .. import compat
 from ..analysis.footprints import Footprint, Positions
+from ..analysis.strips import TABLE_ROWS, table_shape
 from .score_mods import fake_tensor, placeholders
-
-#: Rows of a skewed strip; a power of two. Row q of a tile starts at a multiple of it, so loads and adds are vectors.
-STRIP_ROWS = 8
-#: Elements that a strip's rows are padded to.
-STRIP_ALIGNMENT = 16
 
 
 def diagonal_strip(diagonal: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
@@ -28,9 +24,9 @@ def diagonal_strip(diagonal: torch.Tensor, queries: int, keys: int) -> torch.Ten
 
     Returns [..., R, Q' + K'] with ``strip[..., q % R, k - (q - q % R) + Q'] == diagonal[..., k - q + queries - 1]``.
     """
-    offset, width = strip_shape(queries, keys)
+    offset, width = table_shape(queries, keys)
     rows = [
-        torch.nn.functional.pad(diagonal, (offset - queries + 1 + i, width - offset - keys - i)) for i in range(STRIP_ROWS)
+        torch.nn.functional.pad(diagonal, (offset - queries + 1 + i, width - offset - keys - i)) for i in range(TABLE_ROWS)
     ]
     return torch.stack(rows, -2)
 
@@ -40,15 +36,9 @@ def antidiagonal_strip(antidiagonal: torch.Tensor, queries: int, keys: int) -> t
 
     Returns [..., R, Q' + K'] with ``strip[..., q % R, k + (q - q % R)] == antidiagonal[..., q + k]``.
     """
-    _, width = strip_shape(queries, keys)
-    rows = [torch.nn.functional.pad(antidiagonal, (-i, width - queries - keys + 1 + i)) for i in range(STRIP_ROWS)]
+    _, width = table_shape(queries, keys)
+    rows = [torch.nn.functional.pad(antidiagonal, (-i, width - queries - keys + 1 + i)) for i in range(TABLE_ROWS)]
     return torch.stack(rows, -2)
-
-
-def strip_shape(queries: int, keys: int) -> tuple[int, int]:
-    """Q' (where key 0 of query 0 stands in a row of the strip) and the length of a row."""
-    offset = (queries + STRIP_ALIGNMENT - 1) // STRIP_ALIGNMENT * STRIP_ALIGNMENT
-    return offset, offset + (keys + STRIP_ROWS + STRIP_ALIGNMENT - 1) // STRIP_ALIGNMENT * STRIP_ALIGNMENT
 
 
 @dataclass
@@ -58,7 +48,7 @@ class Tables:
     outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
     captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
     masked: a mask may hide positions whose index is out of range, so that lookups must not assert.
-    operands: what the score_mod captures beside ``captured`` from now on.
+    operands: what the score_mod captures beside ``captured`` from now on. strips: which of them are skewed strips.
     """
 
     outer: Graph
@@ -68,6 +58,7 @@ class Tables:
     captured: dict[Node, Any]
     masked: bool = True
     operands: list[Node] = field(default_factory=list)
+    strips: dict[Node, Positions] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
     _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     _cast: dict[Node, Node] = field(default_factory=dict)
@@ -103,12 +94,14 @@ class Tables:
             table = self.outer.call_method("contiguous", (table,))
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
+        if self._strips() and footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
+            self.strips[table] = footprint.positions
         self.operands.append(table)
         return placeholder, f"[{', '.join(self._axes(footprint))}]"
 
     def _axes(self, footprint: Footprint) -> list[str]:
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
-        strip = [str(STRIP_ROWS), "Q + K"] if self._strips() else ["Q + K - 1"]
+        strip = [str(TABLE_ROWS), "Q + K"] if self._strips() else ["Q + K - 1"]
         along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"]}
         return [*names, *along.get(footprint.positions, strip)] or ["1"]
 
@@ -231,12 +224,12 @@ class Tables:
         diagonal = footprint.positions is Positions.DIAGONAL
         if not self._strips():
             return (*heads, self._inner(operator.sub if diagonal else operator.add, k, q))
-        shift = STRIP_ROWS.bit_length() - 1
+        shift = TABLE_ROWS.bit_length() - 1
         start = self._inner(torch.bitwise_left_shift, self._inner(torch.bitwise_right_shift, q, shift), shift)
-        row = self._inner(torch.bitwise_and, q, STRIP_ROWS - 1)
+        row = self._inner(torch.bitwise_and, q, TABLE_ROWS - 1)
         if not diagonal:
             return (*heads, row, self._inner(operator.add, k, start))
-        offset, _ = strip_shape(*self._lengths())
+        offset, _ = table_shape(*self._lengths())
         return (*heads, row, self._inner(operator.add, self._inner(operator.sub, k, start), offset))
 
     def _inner(self, target: Any, *args: Any) -> Node:
