@@ -83,9 +83,14 @@ class CapturedGradients:
         return any(all(plan.axes[2:]) and plan.wide for plan in self.plans)
 
     @property
+    def has_strips(self) -> bool:
+        """Whether tiles are added to a strip."""
+        return any(plan.kind is Kind.STRIP for plan in self.plans)
+
+    @property
     def tallest_tile(self) -> int:
         """The most queries a tile may hold: those of a strip's block."""
-        return strips.TILE_ROWS if any(plan.kind is Kind.STRIP for plan in self.plans) else common.LARGEST_TILE
+        return strips.TILE_ROWS if self.has_strips else common.LARGEST_TILE
 
     @property
     def sums_along_keys(self) -> bool:
@@ -109,7 +114,7 @@ class CapturedGradients:
             "STRIPS_BY_BATCH": mask(lambda p: p.kind is Kind.STRIP and p.axes[0]),
             "STRIPS_BY_HEAD": mask(lambda p: p.kind is Kind.STRIP and p.axes[1]),
             "STRIP_ROWS": strips.TILE_ROWS,
-            "STRIP_OFFSET": strips.tile_shape(*self.lengths)[0] if any(p.kind is Kind.STRIP for p in self.plans) else 0,
+            "STRIP_OFFSET": strips.tile_shape(*self.lengths)[0] if self.has_strips else 0,
         }
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -136,7 +141,10 @@ def plan_gradients(
     block_mask: FlexBlockMask,
     kernel_options: dict[str, Any],
 ) -> CapturedGradients:
-    """Allocate the buffers and lower the subgraphs of every contribution of a flex_attention_backward node."""
+    """Allocate the buffers and lower the subgraphs of every contribution of a flex_attention_backward node.
+
+    ``kernel_options`` say which captured tensors are strips (none where whole tiles cannot be added).
+    """
     extents = common.extents(node)
     ranges = extents_of(joint.module, extents, first=1)
     placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
@@ -153,7 +161,7 @@ def plan_gradients(
         kind = Kind.SCATTER
         if _writes_once(contributions, shape, ranges):
             kind = Kind.STORE
-        elif (listed >> i) & 1 and compat.has_tma(device):
+        elif (listed >> i) & 1:
             kind = Kind.STRIP
         buffer = _buffer(kind, tensor, block_mask, device, result.lengths)
         result.buffers.append(buffer)

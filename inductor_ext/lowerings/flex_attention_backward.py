@@ -22,7 +22,7 @@ from ..options import Options
 from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
-from .captured_gradients import CapturedGradients, plan_gradients
+from .captured_gradients import plan_gradients
 from .flex_attention import mask_subgraph, score_subgraph
 from .flex_tiles import backward_config
 from .templates import load
@@ -114,13 +114,16 @@ def _lower(
     score_buffer = score_subgraph(score_graph, node, device, score_captured)
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
     grad_score_buffer = _grad_score(joint, node, device, score_captured)
-    captured = plan_gradients(joint, node, device, score_captured, block_mask, kernel_options)
+    strips_allowed = compat.has_tma(device) and _one_pass_allowed(own, query, kernel_options, WIDEST_WITH_STRIPS)
+    captured = plan_gradients(joint, node, device, score_captured, block_mask, kernel_options if strips_allowed else {})
 
     # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
     grad_key_size = [batch, *key_size[1:]]
     grad_value_size = [batch, *value_size[1:]]
     layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
-    one_pass = _one_pass(own, device, qk_dim, kernel_options, captured)
+    one_pass = _one_pass_allowed(own, query, kernel_options, WIDEST_ONE_PASS)
+    if _wanted(kernel_options) is None:
+        one_pass = captured.has_strips or (one_pass and not captured.sums_along_keys)
     grad_value = compat.empty_strided(
         grad_value_size, compat.dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
     )
@@ -144,7 +147,7 @@ def _lower(
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         sizes = {"head_dim": options["QK_HEAD_DIM_ROUNDED"], "one_pass": one_pass}
-        work = {"contributions": bool(captured.plans), "wide_tiles": captured.wide_tiles}
+        work = {"contributions": bool(captured.plans), "strips": captured.has_strips, "wide_tiles": captured.wide_tiles}
         configs = [backward_config(configs[0], compat.architecture(device), **work, **sizes)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
@@ -210,18 +213,22 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
     return buffer
 
 
-#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers (benchmarks/NOTES.md).
+#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers, and widest with a strip's tiles to
+#: add besides (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
+WIDEST_WITH_STRIPS = 128
 
 
-def _one_pass(
-    own: Options, device: torch.device, head_dim: Any, kernel_options: dict[str, Any], captured: CapturedGradients
-) -> bool:
-    """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it otherwise."""
+def _wanted(kernel_options: dict[str, Any]) -> Any:
+    return kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
+
+
+def _one_pass_allowed(own: Options, query: Any, kernel_options: dict[str, Any], widest: int) -> bool:
+    """Whether dQ may be reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
     if own.deterministic:
         return False
-    wanted = kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
-    if wanted is not None:
-        return bool(wanted)
-    narrow = V.graph.sizevars.guard_int(head_dim) <= WIDEST_ONE_PASS
-    return compat.architecture(device) >= 90 and narrow and not captured.sums_along_keys
+    if _wanted(kernel_options) is not None:
+        return bool(_wanted(kernel_options))
+    half = query.get_dtype().itemsize == 2
+    fits = V.graph.sizevars.guard_int(query.get_size()[-1]) <= widest
+    return half and fits and compat.architecture(query.get_device()) >= 90

@@ -10,6 +10,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .. import compat
+from ..analysis.strips import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..compat import FlexBlockMask, V
 from ..report import user_line
 
@@ -20,6 +21,8 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: The sparse block size that flex_attention makes up where there is no block mask.
 NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
+#: Decided by the lowering, whatever the user's kernel_options wish.
+_OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", DIAGONAL_OPTION, ANTIDIAGONAL_OPTION)
 
 
 def why_stock(query: Any, key: Any, value: Any, kernel_options: dict[str, Any]) -> str | None:
@@ -86,7 +89,7 @@ def template_options(
         whole = sizevars.statically_known_true(sympy.Eq(Mod(length, LARGEST_TILE), 0))
         return whole and (dense or sizevars.statically_known_true(sympy.Eq(Mod(length, block), 0)))
 
-    options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS}
+    options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
     options.setdefault("FLOAT32_PRECISION", _float32_precision())
     return {

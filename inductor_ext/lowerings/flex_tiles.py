@@ -26,15 +26,19 @@ def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool) -
     return config
 
 
-def backward_config(config: Any, arch: int, *, contributions: bool, wide_tiles: bool, one_pass: bool, head_dim: int) -> Any:
+def backward_config(
+    config: Any, arch: int, *, contributions: bool, strips: bool, wide_tiles: bool, one_pass: bool, head_dim: int
+) -> Any:
     """Stock's backward config for what the kernel does.
 
-    contributions: captured gradients are accumulated; wide_tiles: tiles of a
-    four-byte table are read. one_pass: dQ is added in
-    memory, where on an H200 small tiles in four warps are fastest (1.01 ms; 1.11 with stock's).
+    contributions: captured gradients are accumulated; strips: some of them tile by tile; wide_tiles: tiles of a table of
+    four bytes an element are read. one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest
+    at head dim 64 (1.01 ms; 1.11 with stock's).
     """
-    if one_pass and arch >= 90:
-        config = dataclasses.replace(config, block_m1=64, block_n1=64, num_warps=4, num_stages=3)
+    if one_pass and arch >= 90 and head_dim > 64:
+        config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=2)
+    elif one_pass and arch >= 90:
+        config = dataclasses.replace(config, block_m1=64, block_n1=64, num_warps=4, num_stages=2 if strips else 3)
     elif arch >= 100:
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
     elif arch < 90 and contributions:

@@ -138,10 +138,8 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
     moved: dict[Node, Node] = {}
 
     def outside(node: Node) -> Any:
-        if node in operands:
-            return operands[node]
         if node not in moved:
-            moved[node] = outer.node_copy(node, outside)
+            moved[node] = _widened(outer, operands[node]) if node in operands else outer.node_copy(node, outside)
         return moved[node]
 
     roots = [
@@ -152,12 +150,22 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
     for root in roots:
         with graph.inserting_after(placeholders(graph)[-1]):
             operand = graph.placeholder(f"captured_{root.name}")
-        operand.meta = dict(root.meta)
+        operand.meta = {**root.meta, "example_value": _wide(fake_tensor(root))}
         captured = [*captured, outside(root)]
         root.replace_all_uses_with(operand)
         done.append(f"{root.format_node().split(' : ')[0].lstrip('%')} computed outside")
     graph.eliminate_dead_code()
     return captured
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _widened(outer: Graph, operand: Any) -> Any:
+    """A half-precision operand in fp32: inside a kernel it would have been computed with in fp32 too."""
+    value = fake_tensor(operand)
+    return outer.call_method("float", (operand,)) if value is not None and _wide(value) is not value else operand
 
 
 def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:

@@ -14,3 +14,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 def test_matches_float64(case):
     with triton_on_cpu():
         case.check("cpu")
+
+
+#: Cases whose captured gradients take every way to memory, and shapes that end within a tile.
+ONE_PASS = {"odd_length", "longer_keys", "head_dim_40", "gqa", "kv_batch_1", "causal_small_blocks", "head_scale", "key_bias"}
+ONE_PASS |= {"query_scale", "pair", "pair_batch", "twice", "diagonals_merged"}
+
+
+@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in ONE_PASS], ids=lambda c: c.name)
+def test_one_pass_matches_float64(case):
+    """The form of the backward kernel that half precision takes on a GPU, with atomic adds in place of TMA's."""
+    with triton_on_cpu():
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": True})
