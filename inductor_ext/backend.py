@@ -67,7 +67,8 @@ def _inner_compile(own: Options) -> Callable[..., Any]:
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         dense_attention.rewrite(gm, own)
-        with compat.scans_allowed(gm), compat.override_lowerings(lowerings.table(own)):
+        scope = compat.deterministic_lowerings(own.deterministic), compat.override_lowerings(lowerings.table(own))
+        with compat.scans_allowed(gm), scope[0], scope[1]:
             return compat.compile_fx_inner(gm, example_inputs, **kwargs)
 
     return inner

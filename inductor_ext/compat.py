@@ -47,6 +47,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "detect_fake_mode",
+    "deterministic_lowerings",
     "empty",
     "empty_strided",
     "flex_attention_backward_hop",
@@ -371,6 +372,20 @@ def without_caches() -> Iterator[None]:
 
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+@contextlib.contextmanager
+def deterministic_lowerings(wanted: bool) -> Iterator[None]:
+    """Lower what surrounds our kernels (the gradient of a gather) as under ``torch.use_deterministic_algorithms(True)``."""
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 @contextlib.contextmanager

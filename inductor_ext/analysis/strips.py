@@ -13,7 +13,7 @@ from __future__ import annotations
 #: Rows of the strip that a score_mod reads, and of the one that the backward kernel adds to. Powers of two.
 TABLE_ROWS = 8
 TILE_ROWS = 64
-#: Kernel options by which the lowering knows which captured tensors (bit i: the i-th) are strips.
+#: Kernel options by which the lowering knows which captured tensors (bit i: the i-th) hold diagonals, mostly as strips.
 DIAGONAL_OPTION = "GRADFUSE_DIAGONAL_STRIPS"
 ANTIDIAGONAL_OPTION = "GRADFUSE_ANTIDIAGONAL_STRIPS"
 #: Elements that a strip's rows are padded to.

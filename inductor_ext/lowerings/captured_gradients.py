@@ -10,7 +10,7 @@ anything else                             SCATTER one fp32 add for each score
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..analysis import strips
 from ..analysis.bounds import extents_of
 from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, returning
 from ..compat import FlexBlockMask, lowerings
+from . import deterministic_gradients as deterministic
 from . import flex_common as common
 from . import subgraphs
 
@@ -36,40 +37,57 @@ class Kind(enum.Enum):
     STRIP = "tiles added to a strip"
     SUM = "summed in registers"
     SCATTER = "one fp32 add a score"
+    PARTIAL = "partial sums in a fixed order"
+
+
+class NotInOrder(Exception):
+    """A contribution whose place is neither plain positions nor a diagonal, so that only atomics can reduce it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One contribution: the buffer it goes to, how, and what its place depends on.
+    """One contribution: how it goes to memory.
 
-    checked: the place may be out of bounds. wide: the captured tensor has four bytes an element or more.
+    owner: which captured tensor it belongs to. target: the buffer that the kernel writes. axes: which of b, h, q, k its
+    place depends on. checked: the place may be out of bounds. diagonal, antidiagonal: the tensor holds one. wide: the
+    tensor has four bytes an element or more.
     """
 
-    target: Any
+    owner: int
+    contribution: Contribution
     kind: Kind
-    checked: bool
+    target: Any
     axes: tuple[bool, bool, bool, bool]
+    checked: bool
+    diagonal: bool
+    antidiagonal: bool
     wide: bool
-    antidiagonal: bool = False
 
 
 @dataclass
 class CapturedGradients:
     """The gradients of one flex_attention's captured tensors.
 
-    buffers: one for each captured tensor, None where it needs no gradient. inlined: value, offset and in_bounds of each
+    ranges: b, h, q, k of the joint graph with their extents. buffers: for each captured tensor the gradient to be, None
+    where it needs none, or where its plans have workspaces instead. inlined: value, offset and in_bounds of each
     contribution as subgraphs, flat.
     """
 
-    lengths: tuple[Any, Any]
+    ranges: dict[Node, Any]
     buffers: list[Any] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     inlined: list[Any] = field(default_factory=list)
 
     @property
-    def needed(self) -> list[Any]:
-        """The buffers there are."""
-        return [b for b in self.buffers if b is not None]
+    def lengths(self) -> tuple[Any, Any]:
+        """How many queries and keys there are."""
+        _, _, queries, keys = self.ranges.values()
+        return queries, keys
+
+    @property
+    def written(self) -> list[Any]:
+        """The buffers that the kernel writes."""
+        return list({id(plan.target): plan.target for plan in self.plans}.values())
 
     @property
     def note(self) -> str:
@@ -100,7 +118,7 @@ class CapturedGradients:
     def options(self) -> dict[str, Any]:
         """The template's options: bit i of each mask speaks of contribution i."""
 
-        def mask(holds: Any) -> int:
+        def mask(holds: Callable[[Plan], bool]) -> int:
             return sum(1 << i for i, plan in enumerate(self.plans) if holds(plan))
 
         return {
@@ -109,8 +127,9 @@ class CapturedGradients:
             "QUERY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[2]),
             "KEY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[3]),
             "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.STORE),
+            "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.PARTIAL),
             "STRIPS": mask(lambda p: p.kind is Kind.STRIP),
-            "ANTIDIAGONAL_STRIPS": mask(lambda p: p.antidiagonal),
+            "ANTIDIAGONAL_STRIPS": mask(lambda p: p.kind is Kind.STRIP and p.antidiagonal),
             "STRIPS_BY_BATCH": mask(lambda p: p.kind is Kind.STRIP and p.axes[0]),
             "STRIPS_BY_HEAD": mask(lambda p: p.kind is Kind.STRIP and p.axes[1]),
             "STRIP_ROWS": strips.TILE_ROWS,
@@ -119,18 +138,25 @@ class CapturedGradients:
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The gradients, in the captured tensors' own dtypes: rounded once, here."""
-        convert = lowerings[torch.ops.prims.convert_element_type]
-        folded = {id(p.target): _fold(p, self.lengths) for p in self.plans if p.kind is Kind.STRIP}
         results = []
-        for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            if buffer is None:
-                results.append(None)
-                continue
-            value = folded.get(id(buffer), buffer)
-            if id(buffer) in folded:
-                value = lowerings[aten.reshape](value, tensor.get_size())
-            results.append(convert(value, tensor.get_dtype()))
+        for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
+            total = buffer
+            plans = [plan for plan in self.plans if plan.owner == owner]
+            if plans and plans[0].kind is Kind.STRIP:
+                total = lowerings[aten.reshape](_fold(plans[0], self.lengths), tensor.get_size())
+            for plan in plans if plans and plans[0].kind is Kind.PARTIAL else ():
+                part = self._in_order(plan, tensor)
+                total = part if total is None else lowerings[aten.add](total, part)
+            convert = lowerings[torch.ops.prims.convert_element_type]
+            results.append(None if total is None else convert(total, tensor.get_dtype()))
         return tuple(results)
+
+    def _in_order(self, plan: Plan, tensor: Any) -> Any:
+        """The gradient that a workspace of partial sums adds up to."""
+        total = deterministic.summed(plan.target, plan.axes)
+        if plan.diagonal:
+            return deterministic.along_diagonals(total, plan.antidiagonal)
+        return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
 
 
 def plan_gradients(
@@ -140,44 +166,73 @@ def plan_gradients(
     captured: Sequence[Any],
     block_mask: FlexBlockMask,
     kernel_options: dict[str, Any],
+    *,
+    strips_allowed: bool,
+    in_order: bool,
 ) -> CapturedGradients:
     """Allocate the buffers and lower the subgraphs of every contribution of a flex_attention_backward node.
 
-    ``kernel_options`` say which captured tensors are strips (none where whole tiles cannot be added).
+    ``kernel_options`` say which captured tensors hold diagonals. ``strips_allowed``: the kernel may add whole tiles to
+    them. ``in_order``: no atomics; raises NotInOrder where that cannot be.
     """
     extents = common.extents(node)
-    ranges = extents_of(joint.module, extents, first=1)
     placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
-    result = CapturedGradients((extents[2], extents[3]))
-    antidiagonal = kernel_options.get(strips.ANTIDIAGONAL_OPTION, 0)
-    listed = kernel_options.get(strips.DIAGONAL_OPTION, 0) | antidiagonal
+    result = CapturedGradients(extents_of(joint.module, extents, first=1))
+    antidiagonals = kernel_options.get(strips.ANTIDIAGONAL_OPTION, 0)
+    diagonals = kernel_options.get(strips.DIAGONAL_OPTION, 0) | antidiagonals
     if any(name.endswith(("BLOCK_M1", "BLOCK_M2")) and size > strips.TILE_ROWS for name, size in kernel_options.items()):
-        listed = 0
-    for i, (contributions, placeholder, tensor) in enumerate(zip(joint.captured, placeholders, captured, strict=True)):
+        strips_allowed = False
+    for owner, (contributions, placeholder, tensor) in enumerate(zip(joint.captured, placeholders, captured, strict=True)):
         if contributions is None:
             result.buffers.append(None)
             continue
-        shape = subgraphs.shape_of(placeholder)
-        kind = Kind.SCATTER
-        if _writes_once(contributions, shape, ranges):
-            kind = Kind.STORE
-        elif (listed >> i) & 1:
-            kind = Kind.STRIP
-        buffer = _buffer(kind, tensor, block_mask, device, result.lengths)
-        result.buffers.append(buffer)
+        shape, diagonal = subgraphs.shape_of(placeholder), bool((diagonals >> owner) & 1)
+        kind = _kind(contributions, shape, result.ranges, diagonal and strips_allowed, in_order)
+        workspaces = kind is Kind.PARTIAL and bool(contributions)
+        result.buffers.append(None if workspaces else _buffer(kind, tensor, block_mask, device, result.lengths))
         for contribution in contributions:
-            value = returning(joint.module, [contribution.value])
-            subgraphs.clamp_reads(value, extents_of(value, extents, first=1))
-            address, checked = subgraphs.address(joint.module, contribution, shape, ranges)
-            subgraphs.clamp_reads(address, extents_of(address, extents, first=1))
-            for module in (value, address):
-                inputs = subgraphs.score_placeholders(device, torch.float32, gradient=True)
-                result.inlined.extend(subgraphs.inline(module, inputs, captured))
+            checked = _inline(result, joint, node, contribution, shape, device, captured)
             axes = axes_of(joint.module, contribution)
-            own = Kind.SUM if kind is Kind.SCATTER and not (axes[2] and axes[3]) else kind
+            target = result.buffers[-1]
+            if workspaces:
+                if not diagonal and not deterministic.is_plain(contribution, result.ranges):
+                    raise NotInOrder
+                target = deterministic.workspace(axes, extents, device, zeroed=not common.is_unmasked(block_mask))
+            reduced = Kind.SUM if kind is Kind.SCATTER and not (axes[2] and axes[3]) else kind
             wide = tensor.get_dtype().itemsize >= 4
-            result.plans.append(Plan(buffer, own, checked, axes, wide, own is Kind.STRIP and bool((antidiagonal >> i) & 1)))
+            anti = bool((antidiagonals >> owner) & 1)
+            result.plans.append(Plan(owner, contribution, reduced, target, axes, checked, diagonal, anti, wide))
     return result
+
+
+def _kind(
+    contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Node, Any], strip: bool, in_order: bool
+) -> Kind:
+    if _writes_once(contributions, shape, ranges):
+        return Kind.STORE
+    if in_order:
+        return Kind.PARTIAL
+    return Kind.STRIP if strip else Kind.SCATTER
+
+
+def _inline(
+    result: CapturedGradients,
+    joint: JointGraph,
+    node: Node,
+    contribution: Contribution,
+    shape: Sequence[Any],
+    device: torch.device,
+    captured: Sequence[Any],
+) -> bool:
+    """Lower value, offset and in_bounds of a contribution; whether in_bounds is to be asked."""
+    extents = common.extents(node)
+    value = returning(joint.module, [contribution.value])
+    address, checked = subgraphs.address(joint.module, contribution, shape, result.ranges)
+    for module in (value, address):
+        subgraphs.clamp_reads(module, extents_of(module, extents, first=1))
+        inputs = subgraphs.score_placeholders(device, torch.float32, gradient=True)
+        result.inlined.extend(subgraphs.inline(module, inputs, captured))
+    return checked
 
 
 def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:

@@ -22,7 +22,7 @@ from ..options import Options
 from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
-from .captured_gradients import plan_gradients
+from .captured_gradients import NotInOrder, plan_gradients
 from .flex_attention import mask_subgraph, score_subgraph
 from .flex_tiles import backward_config
 from .templates import load
@@ -69,13 +69,14 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
         if joint is None:
             record(NAME, "flex_attention_backward", STOCK, reason, where)
             return stock(*args, **kwargs)
-        if own.deterministic and any(joint.captured):
+        try:
+            return _lower(own, joint, *args)
+        except NotInOrder:
             raise RuntimeError(
                 "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
-                f"score_mod is accumulated with atomics ({where}). Detach the tensor, add it to the mask instead, or "
-                "compile without deterministic."
-            )
-        return _lower(own, joint, *args)
+                f"score_mod can only be accumulated with atomics ({where}): its index depends on query and key together. "
+                "Detach the tensor, index it with plain positions, or compile without deterministic."
+            ) from None
 
     return flex_attention_backward
 
@@ -115,7 +116,16 @@ def _lower(
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
     grad_score_buffer = _grad_score(joint, node, device, score_captured)
     strips_allowed = compat.has_tma(device) and _one_pass_allowed(own, query, kernel_options, WIDEST_WITH_STRIPS)
-    captured = plan_gradients(joint, node, device, score_captured, block_mask, kernel_options if strips_allowed else {})
+    captured = plan_gradients(
+        joint,
+        node,
+        device,
+        score_captured,
+        block_mask,
+        kernel_options,
+        strips_allowed=strips_allowed,
+        in_order=own.deterministic,
+    )
 
     # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
     grad_key_size = [batch, *key_size[1:]]
@@ -151,7 +161,7 @@ def _lower(
         configs = [backward_config(configs[0], compat.architecture(device), **work, **sizes)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
-    targets, accumulators = [plan.target for plan in captured.plans], captured.needed
+    targets, accumulators = [plan.target for plan in captured.plans], captured.written
     choices: list[Any] = []
     for tiled in common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile):
         _template.maybe_append_choice(

@@ -53,11 +53,11 @@ def rewrite(gm: GraphModule, own: Options) -> None:
         return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         if needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())]):
-            _rewrite_node(gm, node)
+            _rewrite_node(gm, node, own)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     query, key, value, score_mod, block_mask, scale, kernel_options, captured, mask_captured = node.args
     module = getattr(gm, score_mod.target)
     graph = Graph()
@@ -66,6 +66,7 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
     hoist = _Hoist(graph, footprints(graph), list(captured))
     with gm.graph.inserting_before(node):
         hoist.tables = Tables(gm.graph, graph, query, key, dict(zip(placeholders(graph)[5:], captured, strict=True)))
+        hoist.tables.in_order = own.deterministic
         hoist.tables.masked = not _mask_is_trivial(getattr(gm, block_mask[-1].target))
         anchors = hoist.drop_invariant() if _only_output(node) else []
         hoist.merge_sums()
@@ -78,14 +79,14 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
             query = gm.graph.call_function(torch.ops.gradfuse.depend.default, (query, anchors))
             query.meta["example_value"] = fake_tensor(node.args[0])
         new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
-    strips = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
+    bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
     for i, operand in enumerate(captured):
-        if operand in hoist.tables.strips:
-            strips[hoist.tables.strips[operand]] |= 1 << i
+        if operand in hoist.tables.diagonals:
+            bits[hoist.tables.diagonals[operand]] |= 1 << i
     kernel_options = {
         **kernel_options,
-        DIAGONAL_OPTION: strips[Positions.DIAGONAL],
-        ANTIDIAGONAL_OPTION: strips[Positions.ANTIDIAGONAL],
+        DIAGONAL_OPTION: bits[Positions.DIAGONAL],
+        ANTIDIAGONAL_OPTION: bits[Positions.ANTIDIAGONAL],
     }
     node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
     record(NAME, "flex_attention", "hoisted", "; ".join(hoist.done), user_line(node))

@@ -48,7 +48,8 @@ class Tables:
     outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
     captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
     masked: a mask may hide positions whose index is out of range, so that lookups must not assert.
-    operands: what the score_mod captures beside ``captured`` from now on. strips: which of them are skewed strips.
+    operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of
+        them hold one (as a skewed strip, unless sums are to be ``in_order``).
     """
 
     outer: Graph
@@ -57,8 +58,9 @@ class Tables:
     key: Node
     captured: dict[Node, Any]
     masked: bool = True
+    in_order: bool = False
     operands: list[Node] = field(default_factory=list)
-    strips: dict[Node, Positions] = field(default_factory=dict)
+    diagonals: dict[Node, Positions] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
     _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     _cast: dict[Node, Node] = field(default_factory=dict)
@@ -94,8 +96,8 @@ class Tables:
             table = self.outer.call_method("contiguous", (table,))
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
-        if self._strips() and footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
-            self.strips[table] = footprint.positions
+        if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
+            self.diagonals[table] = footprint.positions
         self.operands.append(table)
         return placeholder, f"[{', '.join(self._axes(footprint))}]"
 
@@ -108,7 +110,7 @@ class Tables:
     def _strips(self) -> bool:
         """Strips are for the Triton kernels, and for lengths that are known."""
         on_gpu = fake_tensor(self.query).device.type != "cpu" or compat.uses_triton_on_cpu()
-        return on_gpu and all(isinstance(n, int) for n in self._lengths())
+        return on_gpu and not self.in_order and all(isinstance(n, int) for n in self._lengths())
 
     def _lengths(self) -> list[Any]:
         return [fake_tensor(x).shape[2] for x in (self.query, self.key)]

@@ -26,3 +26,14 @@ def test_one_pass_matches_float64(case):
     """The form of the backward kernel that half precision takes on a GPU, with atomic adds in place of TMA's."""
     with triton_on_cpu():
         case.check("cpu", kernel_options={"bwd_ONE_PASS": True})
+
+
+#: Every shape of workspace, with masks and lengths that end within a tile.
+IN_ORDER = {"causal", "odd_length", "gqa", "head_scale", "key_bias", "query_scale", "pair", "pair_batch", "antidiagonal"}
+IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "window_reads_out_of_range"}
+
+
+@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in IN_ORDER], ids=lambda c: c.name)
+def test_deterministic_matches_float64(case):
+    with triton_on_cpu():
+        case.check("cpu", options={"deterministic": True})

@@ -1,0 +1,97 @@
+"""Captured gradients without atomics: every program writes its totals to a workspace, which is summed in a fixed order.
+
+    place of a contribution     workspace (fp32)                 afterwards
+    neither query nor key       [B, H, key tiles]                summed
+    query                       [B, H, Q]                        summed over b or h where the place does not depend on it
+    key                         [B, H, K]                        the same
+    both                        [B, H, Q, K]                     the same; along diagonals where the table is one
+
+The place must be a plain position in every dim (``t[h, k]``, constants allowed) or, for a hoisted diagonal, the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..analysis.captured_grads import Contribution
+from ..compat import lowerings
+
+aten = torch.ops.aten
+
+#: The shortest tile of keys a program may own: there are at most K / 16 key programs.
+SHORTEST_TILE = 16
+
+
+def key_tiles(keys: Any) -> Any:
+    """How many key programs there may be."""
+    return (keys + SHORTEST_TILE - 1) // SHORTEST_TILE
+
+
+def is_plain(contribution: Contribution, ranges: dict[Node, Any]) -> bool:
+    """Whether every index is a position of its own, or a constant."""
+    positions = [i for i in contribution.indices if isinstance(i, Node)]
+    return len(set(positions)) == len(positions) and all(i in ranges for i in positions)
+
+
+def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device, zeroed: bool) -> Any:
+    """The workspace of a contribution whose place depends on ``axes`` of (b, h, q, k), of these extents."""
+    size = list(extents[:2]) + [n for n, used in zip(extents[2:], axes[2:], strict=True) if used]
+    if len(size) == 2:
+        size.append(key_tiles(extents[3]))
+        zeroed = True
+    if zeroed:
+        return compat.full(size, 0, torch.float32, device)
+    return compat.empty_strided(size, compat.contiguous_strides(size), dtype=torch.float32, device=device)
+
+
+def summed(partials: Any, axes: Sequence[bool]) -> Any:
+    """A workspace summed over what the place does not depend on, as [b?, h?, q?, k?]."""
+    gone = [axis for axis in (0, 1) if not axes[axis]] + ([] if any(axes[2:]) else [2])
+    return lowerings[aten.sum](partials, axis=gone) if gone else partials
+
+
+def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shape: Sequence[Any]) -> Any:
+    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``: dims in the order of the indices, zeros elsewhere."""
+    order = [p for p in ranges if p in contribution.indices]
+    kept = [i for i in contribution.indices if isinstance(i, Node)]
+    total = lowerings[aten.permute](total, [order.index(i) for i in kept]) if kept else lowerings[aten.reshape](total, [])
+    padding: list[Any] = []
+    for dim, (index, size) in enumerate(zip(contribution.indices, shape, strict=True)):
+        if isinstance(index, Node):
+            padding = [0, size - ranges[index], *padding]
+        else:
+            start = index + size if index < 0 else index
+            total = lowerings[aten.unsqueeze](total, dim)
+            padding = [start, size - 1 - start, *padding]
+    return lowerings[aten.constant_pad_nd](total, padding, 0.0) if any(p != 0 for p in padding) else total
+
+
+def along_diagonals(total: Any, antidiagonal: bool) -> Any:
+    """``total`` [..., Q, K] summed along its diagonals: element ``k - q`` (negative from the end) or ``q + k`` of Q + K - 1.
+
+    Rows are padded with Q zeros and read with a stride of one more (for ``k - q``) or less, so that each starts one column
+    earlier or later than the one above.
+    """
+    *planes, queries, keys = total.get_size()
+    rows, width = len(planes), keys + queries
+    if antidiagonal:
+        flat = _flat(lowerings[aten.constant_pad_nd](total, [0, queries], 0.0), planes, queries * width)
+        skewed = lowerings[aten.slice](flat, rows, 0, queries * (width - 1))
+        return lowerings[aten.sum](lowerings[aten.reshape](skewed, [*planes, queries, width - 1]), axis=[rows])
+    flat = _flat(lowerings[aten.constant_pad_nd](total, [queries, 0], 0.0), planes, queries * width)
+    skewed = lowerings[aten.constant_pad_nd](flat, [0, queries], 0.0)
+    sums = lowerings[aten.sum](lowerings[aten.reshape](skewed, [*planes, queries, width + 1]), axis=[rows])
+    ahead = lowerings[aten.slice](sums, rows, queries, width)
+    behind = lowerings[aten.slice](sums, rows, 1, queries)
+    # Not a cat, which torch 2.13 takes for two halves of one reduction to be merged, and fails at.
+    padded = [(ahead, [0, queries - 1]), (behind, [keys, 0])]
+    return lowerings[aten.add](*(lowerings[aten.constant_pad_nd](part, padding, 0.0) for part, padding in padded))
+
+
+def _flat(tensor: Any, planes: Sequence[Any], length: Any) -> Any:
+    return lowerings[aten.reshape](tensor, [*planes, length])
