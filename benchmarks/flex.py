@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import inductor_ext  # noqa: F401  (registers the backend)
 
-from .runner import Case, gradfuse, run_suite, stock
+from .runner import Case, deterministic, gradfuse, run_suite, stock
 
 ScoreMod = Callable[..., Tensor]
 
@@ -37,6 +37,9 @@ def t5_bucket(distance: Tensor, buckets: int = 32, furthest: int = 128) -> Tenso
 CASES: dict[str, tuple[Callable[[int, int, int], list[tuple[int, ...]]], Callable[..., ScoreMod]]] = {
     "none": (lambda B, H, S: [], lambda: lambda s, b, h, q, k: s),
     "head_scale": (lambda B, H, S: [(H,)], lambda t: lambda s, b, h, q, k: s * t[h]),
+    "query_gate": (lambda B, H, S: [(H, S)], lambda t: lambda s, b, h, q, k: s * t[h, q]),
+    "offset": (lambda B, H, S: [(S,)], lambda t: lambda s, b, h, q, k: s + t[(7 * q) % t.shape[0]]),
+    "alibi": (lambda B, H, S: [(H,)], lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs()),
     "key": (lambda B, H, S: [(H, S)], lambda t: lambda s, b, h, q, k: s + t[h, k]),
     "relpos": (lambda B, H, S: [(H, 2 * S)], lambda t: lambda s, b, h, q, k: s + t[h, q - k + t.shape[1] // 2]),
     "t5": (lambda B, H, S: [(32, H)], lambda t: lambda s, b, h, q, k: s + t[t5_bucket(k - q), h]),
@@ -103,7 +106,7 @@ def make_case(name: str, dim: int, batch: int = 2, heads: int = 16, length: int 
     options = {"device": "cuda", "dtype": torch.bfloat16}
     inputs = [torch.randn(batch, heads, length, dim, **options) for _ in range(3)]
     inputs += [torch.randn(shape, **options) * 0.5 for shape in shapes(batch, heads, length)]
-    peers = {"stock": stock, "gradfuse": gradfuse}
+    peers = {"stock": stock, "gradfuse": gradfuse, "gradfuse-deterministic": deterministic}
     if name in ("none", "pair", "pair_batch"):
         for backend in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION", *(["FLASH_ATTENTION"] if name == "none" else [])):
             peers[f"sdpa-{backend.split('_')[0].lower()}"] = sdpa(getattr(SDPBackend, backend))

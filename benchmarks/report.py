@@ -49,15 +49,17 @@ def flex_table() -> str:
         f"{provenance(result)} bf16, batch {first['batch']}, {first['heads']} heads, {first['length']} tokens; "
         "milliseconds, median of `do_bench`; the error is that of the learned table's gradient against float64.",
         "",
-        "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | error: stock | gradfuse |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | deterministic | "
+        "error: stock | gradfuse |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for dim in (64, 128):
         for case, peers in by_case(result, dim).items():
             ours, stocks = peers["gradfuse"], peers["stock"]
             errors = [f"{r['error'][-1]:.1e}" if len(r.get("error", ())) > 4 else "–" for r in (stocks, ours)]
             numbers = [cell(r, key) for key in ("forward_ms", "backward_ms") for r in (stocks, ours)]
-            lines.append(f"| {dim} | {case} | {' | '.join([*numbers, ratio(ours, stocks, 'backward_ms'), *errors])} |")
+            numbers += [ratio(ours, stocks, "backward_ms"), cell(peers["gradfuse-deterministic"], "backward_ms")]
+            lines.append(f"| {dim} | {case} | {' | '.join([*numbers, *errors])} |")
     return "\n".join(lines)
 
 

@@ -40,6 +40,10 @@ def gradfuse(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend="gradfuse", fullgraph=True)
 
 
+def deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="gradfuse", fullgraph=True, options={"deterministic": True})
+
+
 def environment() -> dict[str, Any]:
     import triton
 

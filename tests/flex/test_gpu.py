@@ -46,6 +46,32 @@ def test_half_precision_matches_float64(case):
     dataclasses.replace(case, dtype=torch.bfloat16, dim=64).check("cuda", seeds=8)
 
 
+#: Learned tables whose place depends on query and key together, in no way that is a diagonal: only atomics reduce those.
+NOT_IN_ORDER = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
+
+
+@pytest.mark.parametrize("case", BIASES + REFUSED, ids=lambda c: c.name)
+def test_deterministic(case):
+    """Right, and bitwise equal over ten runs; refused where it cannot be."""
+    case = dataclasses.replace(case, dtype=torch.bfloat16, dim=64)
+    inputs, tables = case.make("cuda")
+    compiled = torch.compile(case.function(tables, "cuda"), backend="gradfuse", options={"deterministic": True})
+    leaves = [x for x in (*inputs, *tables.values()) if x.requires_grad]
+    out = compiled(*inputs)
+    grad = torch.randn_like(out)
+    if case.name in NOT_IN_ORDER:
+        with pytest.raises(Exception, match="only be accumulated with atomics"):
+            torch.autograd.grad(out, leaves, grad)
+        return
+    first = torch.autograd.grad(out, leaves, grad, retain_graph=True, allow_unused=True)
+    for _ in range(9):
+        again = torch.autograd.grad(compiled(*inputs), leaves, grad, allow_unused=True)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    torch._dynamo.reset()
+    if case.name != "expanded_view":
+        case.check("cuda", options={"deterministic": True}, seeds=8)
+
+
 def test_float64_is_left_to_stock():
     inputs = [torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.float64, requires_grad=True) for _ in range(3)]
     outcomes = []
