@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Callable[[int, int, int], list[tuple[int, ...]]], Callabl
     "head_scale": (lambda B, H, S: [(H,)], lambda t: lambda s, b, h, q, k: s * t[h]),
     "query_gate": (lambda B, H, S: [(H, S)], lambda t: lambda s, b, h, q, k: s * t[h, q]),
     "offset": (lambda B, H, S: [(S,)], lambda t: lambda s, b, h, q, k: s + t[(7 * q) % t.shape[0]]),
-    "alibi": (lambda B, H, S: [(H,)], lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs()),
+    "alibi": (lambda B, H, S: [(H,)], lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs() / 1024),
     "key": (lambda B, H, S: [(H, S)], lambda t: lambda s, b, h, q, k: s + t[h, k]),
     "relpos": (lambda B, H, S: [(H, 2 * S)], lambda t: lambda s, b, h, q, k: s + t[h, q - k + t.shape[1] // 2]),
     "t5": (lambda B, H, S: [(32, H)], lambda t: lambda s, b, h, q, k: s + t[t5_bucket(k - q), h]),

@@ -101,6 +101,11 @@ class CapturedGradients:
         return any(all(plan.axes[2:]) and plan.wide for plan in self.plans)
 
     @property
+    def scatters(self) -> bool:
+        """Whether some contribution is one add for each score."""
+        return any(plan.kind is Kind.SCATTER for plan in self.plans)
+
+    @property
     def has_strips(self) -> bool:
         """Whether tiles are added to a strip."""
         return any(plan.kind is Kind.STRIP for plan in self.plans)

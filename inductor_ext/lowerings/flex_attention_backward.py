@@ -157,8 +157,7 @@ def _lower(
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         sizes = {"head_dim": options["QK_HEAD_DIM_ROUNDED"], "one_pass": one_pass}
-        work = {"contributions": bool(captured.plans), "strips": captured.has_strips, "wide_tiles": captured.wide_tiles}
-        configs = [backward_config(configs[0], compat.architecture(device), **work, **sizes)]
+        configs = [backward_config(configs[0], compat.architecture(device), captured, **sizes)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
     targets, accumulators = [plan.target for plan in captured.plans], captured.written

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .captured_gradients import CapturedGradients
+
 #: Keys a forward tile holds at most where anything is inlined into it.
 WIDEST_WITH_MODS = 64
 
@@ -26,26 +28,24 @@ def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool) -
     return config
 
 
-def backward_config(
-    config: Any, arch: int, *, contributions: bool, strips: bool, wide_tiles: bool, one_pass: bool, head_dim: int
-) -> Any:
-    """Stock's backward config for what the kernel does.
+def backward_config(config: Any, arch: int, captured: CapturedGradients, *, one_pass: bool, head_dim: int) -> Any:
+    """Stock's backward config for what the kernel does with the gradients of captured tensors.
 
-    contributions: captured gradients are accumulated; strips: some of them tile by tile; wide_tiles: tiles of a table of
-    four bytes an element are read. one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest
-    at head dim 64 (1.01 ms; 1.11 with stock's).
+    one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest at head dim 64 (1.01 ms; 1.11
+    with stock's); smaller ones where there is an add for each score, whose addresses spill otherwise.
     """
     if one_pass and arch >= 90 and head_dim > 64:
         config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=2)
     elif one_pass and arch >= 90:
-        config = dataclasses.replace(config, block_m1=64, block_n1=64, num_warps=4, num_stages=2 if strips else 3)
+        queries, stages = 32 if captured.scatters else 64, 2 if captured.has_strips else 3
+        config = dataclasses.replace(config, block_m1=queries, block_n1=64, num_warps=4, num_stages=stages)
     elif arch >= 100:
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
-    elif arch < 90 and contributions:
+    elif arch < 90 and captured.plans:
         tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
         smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
         config = dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))
-    if wide_tiles and head_dim >= 128:
+    if captured.wide_tiles and head_dim >= 128:
         # A captured tile is pipelined as well: three stages of it do not fit into an H200's shared memory.
         config = dataclasses.replace(config, num_stages=min(config.num_stages, 2))
     return config

@@ -1,8 +1,11 @@
 """The attentions whose emitted kernels are snapshotted and built offline."""
 
+from unittest import mock
+
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from inductor_ext import compat
 from tests.emitted import triton_sources
 
 LENGTH, DIM = 128, 64
@@ -33,10 +36,11 @@ def scaled_and_gathered(table):
 ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
 
 
-def sources(name, dtype=torch.bfloat16):
-    """Triton source of the forward and the backward kernel."""
+def sources(name, dtype=torch.bfloat16, arch=90):
+    """Triton source of the forward and the backward kernel; before 9.0 the backward takes two passes."""
     table = torch.zeros(2, 2 * LENGTH, requires_grad=True)
     inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
-    compiled = torch.compile(ATTENTIONS[name](table), backend="gradfuse", fullgraph=True)
-    forward, backward = triton_sources(compiled, *inputs)
+    with mock.patch.object(compat, "architecture", lambda device: arch):
+        compiled = torch.compile(ATTENTIONS[name](table), backend="gradfuse", fullgraph=True)
+        forward, backward = triton_sources(compiled, *inputs)
     return {"forward": forward, "backward": backward}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from inductor_ext.lowerings.captured_gradients import CapturedGradients, Kind, Plan
 from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
 from tests.emitted import signature
 
@@ -102,6 +103,21 @@ STOCK = {
 }
 
 
+def gradients(*kinds):
+    """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
+    axes = {Kind.SUM: (False, True, False, False)}
+    plans = [Plan(i, None, k, None, axes.get(k, (True,) * 4), False, False, False, wide=False) for i, k in enumerate(kinds)]
+    return CapturedGradients({}, plans=plans)
+
+
+CAPTURED = {
+    "unmasked": gradients(),
+    "causal": gradients(),
+    "relative": gradients(Kind.SCATTER),
+    "scaled_and_gathered": gradients(Kind.SUM, Kind.SCATTER),
+}
+
+
 def tiled(source, config):
     for name, size in dataclasses.asdict(config).items():
         if name.startswith("block"):
@@ -112,26 +128,21 @@ def tiled(source, config):
     return source
 
 
-def one_pass(emitted):
-    """Whether the backward was emitted in one pass, which it is for what it was emitted for: the interpreter's 9.0."""
-    return "ONE_PASS : tl.constexpr = True" in emitted["backward"]
-
-
 @pytest.mark.parametrize("arch", STOCK)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
-    emitted = sources(name)
+    emitted = sources(name, arch=arch)
     forward, backward = STOCK[arch]
     score_mod = name not in ("unmasked", "causal")
+    one_pass = "dq_ptrs = DQ + (rows" in emitted["backward"]
+    assert one_pass == (arch >= 90)
     configs = {
         "forward": forward_config(forward, arch, score_mod=score_mod, mask_mod=name == "causal"),
-        "backward": backward_config(
-            backward, arch, contributions=score_mod, strips=False, wide_tiles=False, one_pass=one_pass(emitted), head_dim=64
-        ),
+        "backward": backward_config(backward, arch, CAPTURED[name], one_pass=one_pass, head_dim=64),
     }
     for direction, config in configs.items():
         ptx, cubin = build(tmp_path, tiled(emitted[direction], config), arch, config.num_warps, config.num_stages)
         assert local_memory_bytes(cubin) == 0, (direction, config)
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
-    assert bool(adds) == score_mod
+    assert bool(adds) == (score_mod or one_pass)
     assert all("f32" in add for add in adds)
