@@ -49,8 +49,8 @@ class Plan:
     """One contribution: how it goes to memory.
 
     owner: which captured tensor it belongs to. target: the buffer that the kernel writes. axes: which of b, h, q, k its
-    place depends on. checked: the place may be out of bounds. diagonal, antidiagonal: the tensor holds one. wide: the
-    tensor has four bytes an element or more.
+    place depends on. plain: the place is positions and constants. checked: it may be out of bounds. diagonal,
+    antidiagonal: the tensor holds one. wide: the tensor has four bytes an element or more.
     """
 
     owner: int
@@ -58,6 +58,7 @@ class Plan:
     kind: Kind
     target: Any
     axes: tuple[bool, bool, bool, bool]
+    plain: bool
     checked: bool
     diagonal: bool
     antidiagonal: bool
@@ -101,9 +102,9 @@ class CapturedGradients:
         return any(all(plan.axes[2:]) and plan.wide for plan in self.plans)
 
     @property
-    def scatters(self) -> bool:
-        """Whether some contribution is one add for each score."""
-        return any(plan.kind is Kind.SCATTER for plan in self.plans)
+    def gathers(self) -> bool:
+        """Whether some contribution is one add for each score, at a place that has to be computed."""
+        return any(plan.kind is Kind.SCATTER and not plan.plain for plan in self.plans)
 
     @property
     def has_strips(self) -> bool:
@@ -198,15 +199,16 @@ def plan_gradients(
         for contribution in contributions:
             checked = _inline(result, joint, node, contribution, shape, device, captured)
             axes = axes_of(joint.module, contribution)
+            plain = deterministic.is_plain(contribution, result.ranges)
             target = result.buffers[-1]
             if workspaces:
-                if not diagonal and not deterministic.is_plain(contribution, result.ranges):
+                if not diagonal and not plain:
                     raise NotInOrder
                 target = deterministic.workspace(axes, extents, device, zeroed=not common.is_unmasked(block_mask))
             reduced = Kind.SUM if kind is Kind.SCATTER and not (axes[2] and axes[3]) else kind
             wide = tensor.get_dtype().itemsize >= 4
             anti = bool((antidiagonals >> owner) & 1)
-            result.plans.append(Plan(owner, contribution, reduced, target, axes, checked, diagonal, anti, wide))
+            result.plans.append(Plan(owner, contribution, reduced, target, axes, plain, checked, diagonal, anti, wide))
     return result
 
 

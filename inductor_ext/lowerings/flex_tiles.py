@@ -32,12 +32,13 @@ def backward_config(config: Any, arch: int, captured: CapturedGradients, *, one_
     """Stock's backward config for what the kernel does with the gradients of captured tensors.
 
     one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest at head dim 64 (1.01 ms; 1.11
-    with stock's); smaller ones where there is an add for each score, whose addresses spill otherwise.
+    with stock's); smaller ones where there is an add for each score at a computed place,
+    whose arithmetic spills otherwise.
     """
     if one_pass and arch >= 90 and head_dim > 64:
         config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=2)
     elif one_pass and arch >= 90:
-        queries, stages = 32 if captured.scatters else 64, 2 if captured.has_strips else 3
+        queries, stages = 32 if captured.gathers else 64, 2 if captured.has_strips else 3
         config = dataclasses.replace(config, block_m1=queries, block_n1=64, num_warps=4, num_stages=stages)
     elif arch >= 100:
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))

@@ -106,7 +106,9 @@ STOCK = {
 def gradients(*kinds):
     """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
     axes = {Kind.SUM: (False, True, False, False)}
-    plans = [Plan(i, None, k, None, axes.get(k, (True,) * 4), False, False, False, wide=False) for i, k in enumerate(kinds)]
+    plans = [
+        Plan(i, None, k, None, axes.get(k, (True,) * 4), False, False, False, False, wide=False) for i, k in enumerate(kinds)
+    ]
     return CapturedGradients({}, plans=plans)
 
 
