@@ -13,7 +13,7 @@ Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K val
     antidiagonal  the same over q + k
 
 Rules, in this order:
-    a term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
+    a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
     score-free terms of one footprint in a sum are merged into one table;
     what is left is hoisted where it reads a captured tensor at other than a plain position.
 A diagonal made of per-row or per-column values by cheap arithmetic (``slope[h] * (q - k)``) stays in the kernel, where its
@@ -22,6 +22,7 @@ gradient is a sum in registers. Equal tables are shared. Masks are left alone.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import ops  # noqa: F401  (registers gradfuse::depend)
+from ..analysis.expressions import expression
 from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
 from ..analysis.strips import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..compat import flex_attention_hop
@@ -63,33 +65,40 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
-    hoist = _Hoist(graph, footprints(graph), list(captured))
+    tables = Tables(
+        gm.graph,
+        graph,
+        query,
+        key,
+        dict(zip(placeholders(graph)[5:], captured, strict=True)),
+        masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
+        in_order=own.deterministic,
+    )
+    hoist = _Hoist(graph, footprints(graph), list(captured), tables)
     with gm.graph.inserting_before(node):
-        hoist.tables = Tables(gm.graph, graph, query, key, dict(zip(placeholders(graph)[5:], captured, strict=True)))
-        hoist.tables.in_order = own.deterministic
-        hoist.tables.masked = not _mask_is_trivial(getattr(gm, block_mask[-1].target))
         anchors = hoist.drop_invariant() if _only_output(node) else []
         hoist.merge_sums()
         hoist.hoist_rest()
         if not hoist.done:
             return
         graph.eliminate_dead_code()
-        captured = drop_unused(graph, [*captured, *hoist.tables.operands], [])
+        captured = drop_unused(graph, [*captured, *tables.operands], [])
         if anchors:
             query = gm.graph.call_function(torch.ops.gradfuse.depend.default, (query, anchors))
             query.meta["example_value"] = fake_tensor(node.args[0])
         new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
     bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
     for i, operand in enumerate(captured):
-        if operand in hoist.tables.diagonals:
-            bits[hoist.tables.diagonals[operand]] |= 1 << i
+        if operand in tables.diagonals:
+            bits[tables.diagonals[operand]] |= 1 << i
     kernel_options = {
         **kernel_options,
         DIAGONAL_OPTION: bits[Positions.DIAGONAL],
         ANTIDIAGONAL_OPTION: bits[Positions.ANTIDIAGONAL],
     }
     node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
-    record(NAME, "flex_attention", "hoisted", "; ".join(hoist.done), user_line(node))
+    for path, why in hoist.done:
+        record(NAME, "flex_attention", path, why, user_line(node))
 
 
 def _only_output(node: Node) -> bool:
@@ -105,33 +114,45 @@ def _mask_is_trivial(module: GraphModule) -> bool:
 
 @dataclass
 class _Hoist:
-    """One score_mod: its graph, the footprints of its nodes, and what has been done to it."""
+    """One score_mod: its graph, the footprints of its nodes, and what has been done to it: (path, why) for the report."""
 
     graph: Graph
     footprints: dict[Node, Footprint]
     captured: list[Any]
-    done: list[str] = field(default_factory=list)
-    tables: Tables = None
+    tables: Tables
+    done: list[tuple[str, str]] = field(default_factory=list)
     reads: set[Node] = field(default_factory=set)
 
     # ------------------------------------------------ the three rules
 
     def drop_invariant(self) -> list[Any]:
-        """Drop terms of the output without a key; return the captured tensors they read, whose gradient is zero."""
+        """Drop learned terms of the output without a key; return the tensors they learn, whose gradient is zero."""
         output = self.graph.find_nodes(op="output")[0]
         root = output.args[0]
         terms = self._terms(root)
-        gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key]
+        gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key and self._learned(n)]
         kept = [(sign, n) for sign, n in terms if n not in gone]
         if not gone or not kept:
             return []
         with self.graph.inserting_before(output):
             output.args = (self._sum(kept, root),)
-        self.done += [f"{self._describe(n)} dropped: it has no key, softmax does not see it" for n in gone]
-        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
-        read = {operands[c]: None for n in gone for c in self._cone(n) if c in operands}
+        self.done += [("dropped", f"{expression(n)}: it has no key, softmax does not see it") for n in gone]
+        anchors = {operand: None for n in gone for operand in self._learned(n)}
         self.graph.eliminate_dead_code()
-        return [c for c in read if fake_tensor(c) is not None and fake_tensor(c).requires_grad]
+        return list(anchors)
+
+    def _learned(self, node: Node) -> list[Any]:
+        """The captured tensors that a finite term learns; none where it holds an infinity, which hides a whole row.
+
+        A frozen term may hold one as well (a mask made of -inf), and costs nothing.
+        """
+        cone = self._cone(node)
+        numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+        if any(math.isinf(x) for x in numbers):
+            return []
+        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        read = [operands[n] for n in cone if n in operands]
+        return [x for x in read if fake_tensor(x) is not None and fake_tensor(x).requires_grad]
 
     def merge_sums(self) -> None:
         """In every sum, score-free terms of one footprint become one table."""
@@ -258,13 +279,9 @@ class _Hoist:
         read.meta = dict(group[0][1].meta)
         self.reads.add(read)
         self.footprints[read] = footprint
-        text = " ".join(("+ " if sign > 0 else "- ") + self._describe(n) for sign, n in group).removeprefix("+ ")
-        self.done.append(f"{text}: {footprint}, {note}")
+        text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
+        self.done.append(("table", f"{text}: {footprint}, {note}"))
         return read
-
-    def _describe(self, node: Node) -> str:
-        line = user_line(node)
-        return line.split(": ", 1)[1][:60] if ": " in line else str(node)
 
 
 def _single_use(node: Any) -> bool:

@@ -6,6 +6,7 @@ score_mod's graph. Everything is fp32 (fp64 for fp64), so that autograd accumula
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,8 +58,8 @@ class Tables:
     query: Node
     key: Node
     captured: dict[Node, Any]
-    masked: bool = True
-    in_order: bool = False
+    masked: bool
+    in_order: bool
     operands: list[Node] = field(default_factory=list)
     diagonals: dict[Node, Positions] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Tables:
             self._made[key] = self._table(group, footprint)
         placeholder, shape = self._made[key]
         index = self._index(footprint)
-        return self.inner.call_function(operator.getitem, (placeholder, index)), f"table {shape}"
+        return self.inner.call_function(operator.getitem, (placeholder, index)), shape
 
     # ------------------------------------------------ outside: the table
 
@@ -99,13 +100,20 @@ class Tables:
         if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
             self.diagonals[table] = footprint.positions
         self.operands.append(table)
-        return placeholder, f"[{', '.join(self._axes(footprint))}]"
+        return placeholder, self._describe(footprint, grid[-1])
 
-    def _axes(self, footprint: Footprint) -> list[str]:
+    def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
+        """The axes of a table, and its bytes where the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
+        diagonal = footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL)
         strip = [str(TABLE_ROWS), "Q + K"] if self._strips() else ["Q + K - 1"]
         along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"]}
-        return [*names, *along.get(footprint.positions, strip)] or ["1"]
+        axes = [*names, *along.get(footprint.positions, strip)] or ["1"]
+        if not all(isinstance(n, int) for n in shape):
+            return f"[{', '.join(axes)}]"
+        if diagonal and self._strips():
+            shape = (*shape[:-1], TABLE_ROWS, table_shape(*self._lengths())[1])
+        return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
 
     def _strips(self) -> bool:
         """Strips are for the Triton kernels, and for lengths that are known."""

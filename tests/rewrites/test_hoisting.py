@@ -38,7 +38,7 @@ def hoisted(score_mod, *, mask=None, aux=False):
         text = str(getattr(gm, node.args[3].target).graph)
         text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
         seen.update(graph=text.replace(", kwargs = {}", ""), node=node, outer=[str(n.target) for n in gm.graph.nodes])
-        seen["notes"] = report.decisions[0].why if report.decisions else ""
+        seen["notes"] = "; ".join(f"{d.path}: {d.why}" for d in report.decisions)
         raise Stop
 
     query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
@@ -131,9 +131,22 @@ def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
     assert torch.equal(grad, torch.zeros_like(t))
 
 
+def test_a_term_that_may_hide_a_row_stays():
+    frozen, learned = torch.zeros(LENGTH), table(LENGTH)
+    assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
+    hidden = hoisted(lambda s, b, h, q, k: s + torch.where(q < 4, learned[q], -float("inf")))["notes"]
+    assert "dropped" not in hidden and "row" in hidden
+
+
 def test_a_term_without_a_key_stays_where_the_logsumexp_is_asked_for():
     t = table(2, LENGTH)
     assert "dropped" not in hoisted(lambda s, b, h, q, k: s + t[h, q], aux=True)["notes"]
+
+
+def test_the_report_names_footprint_shape_and_bytes():
+    t = table(32, 2)
+    notes = hoisted(lambda s, b, h, q, k: s + t[(q - k).abs(), h])["notes"]
+    assert re.fullmatch(r"table: \S+\[abs\(q - k\), h\]: head\+diagonal, \[H, Q \+ K - 1\] of 120 bytes", notes), notes
 
 
 def test_equal_tables_are_shared():

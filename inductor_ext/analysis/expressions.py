@@ -1,0 +1,45 @@
+"""A node of a score_mod as the expression a user would have written, for reports."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+from torch.fx import Node
+
+from .footprints import name_of
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_INFIX |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|"}
+#: What Dynamo wraps the name of a captured tensor in.
+_WRAPPING = re.compile(r"^[lg]_|_cell_contents|score_mod_closure_|_parameters|_modules|_buffers|self_|_$")
+LONGEST = 90
+
+
+def expression(node: Any) -> str:
+    """``t[where(k - q > 0, 16, 0) + ..., h]``: positions by their letters, captured tensors by their names, cut if long."""
+    text = _text(node)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _text(node: Any) -> str:
+    if not isinstance(node, Node):
+        return str(node)
+    if node.op == "placeholder":
+        inputs = node.graph.find_nodes(op="placeholder")
+        place = inputs.index(node)
+        return ("score", "b", "h", "q", "k")[place] if place < 5 else _WRAPPING.sub("", node.name) or node.name
+    if node.target is operator.getitem:
+        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return f"{_text(node.args[0])}[{', '.join(map(_text, indices))}]"
+    name = name_of(node)
+    if name in _INFIX and len(node.args) == 2:
+        return f" {_INFIX[name]} ".join(_operand(a) for a in node.args)
+    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _operand(node: Any) -> str:
+    infix = isinstance(node, Node) and node.op != "placeholder" and name_of(node) in _INFIX
+    return f"({_text(node)})" if infix else _text(node)
