@@ -112,6 +112,7 @@ def _lower(
     choices: list[Any] = []
     if len(configs) == 1:
         inlined = {"score_mod": not options["IDENTITY_SCORE_MOD"], "mask_mod": not options["TRIVIAL_MASK_MOD"]}
+        inlined["chained_reads"] = subgraphs.has_chained_reads(score_graph)
         configs = [forward_config(configs[0], compat.architecture(device), **inlined)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
     for tiled in common.tile_choices(options, "fwd", configs, tiles):

@@ -15,15 +15,16 @@ from .captured_gradients import CapturedGradients
 WIDEST_WITH_MODS = 64
 
 
-def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool) -> Any:
+def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool, chained_reads: bool) -> Any:
     """Stock's forward config for compute capability ``arch`` (90 is 9.0) and what is inlined into the kernel.
 
     A score_mod's temporaries do not fit beside 128 x 128 scores in four warps: on an H200 ``s + t[h, k]`` then takes
-    24.4 ms, and 0.40 ms with 64 keys. Ampere spills even so in four warps, Blackwell even with nothing inlined.
+    24.4 ms, and 0.40 ms with 64 keys. Ampere spills even so in four warps, Blackwell even with nothing inlined, and every
+    architecture where an index is itself read (``t[doc[q] - doc[k]]``).
     """
     if score_mod or mask_mod or arch >= 100:
         config = dataclasses.replace(config, block_n=min(config.block_n, WIDEST_WITH_MODS))
-    if score_mod and arch < 90:
+    if chained_reads or ((score_mod or mask_mod) and arch < 90):
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
     return config
 

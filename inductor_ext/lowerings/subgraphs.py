@@ -110,6 +110,20 @@ def is_identity(module: GraphModule) -> bool:
     return out is module.graph.find_nodes(op="placeholder")[0]
 
 
+def has_chained_reads(module: GraphModule) -> bool:
+    """Whether some captured tensor is read at an index that is itself computed from a read."""
+    read: set[Node] = set()
+    for node in module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is aten.index.Tensor:
+            if any(n in read for n in inputs):
+                return True
+            read.add(node)
+        elif any(n in read for n in inputs):
+            read.add(node)
+    return False
+
+
 def is_always_true(module: GraphModule) -> bool:
     """Whether a mask_mod graph is the one that BlockMask makes up when there is none (a constant True)."""
     (out,) = module.graph.find_nodes(op="output")[0].args

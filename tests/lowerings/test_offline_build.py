@@ -139,7 +139,9 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     one_pass = "dq_ptrs = DQ + (rows" in emitted["backward"]
     assert one_pass == (arch >= 90)
     configs = {
-        "forward": forward_config(forward, arch, score_mod=score_mod, mask_mod=name == "causal"),
+        "forward": forward_config(
+            forward, arch, score_mod=score_mod, mask_mod=name == "causal", chained_reads=name == "scaled_and_gathered"
+        ),
         "backward": backward_config(backward, arch, CAPTURED[name], one_pass=one_pass, head_dim=64),
     }
     for direction, config in configs.items():
