@@ -156,8 +156,12 @@ def _lower(
     options["TMA_ADDS"] = one_pass and compat.has_tma(device) and qk_dim % 4 == 0
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
-        sizes = {"head_dim": options["QK_HEAD_DIM_ROUNDED"], "one_pass": one_pass}
-        configs = [backward_config(configs[0], compat.architecture(device), captured, **sizes)]
+        form = {
+            "head_dim": options["QK_HEAD_DIM_ROUNDED"],
+            "one_pass": one_pass,
+            "mask_mod": not options["TRIVIAL_MASK_MOD"],
+        }
+        configs = [backward_config(configs[0], compat.architecture(device), captured, **form)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
     targets, accumulators = [plan.target for plan in captured.plans], captured.written

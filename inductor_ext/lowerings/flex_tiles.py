@@ -29,7 +29,9 @@ def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool, c
     return config
 
 
-def backward_config(config: Any, arch: int, captured: CapturedGradients, *, one_pass: bool, head_dim: int) -> Any:
+def backward_config(
+    config: Any, arch: int, captured: CapturedGradients, *, one_pass: bool, mask_mod: bool, head_dim: int
+) -> Any:
     """Stock's backward config for what the kernel does with the gradients of captured tensors.
 
     one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest at head dim 64 (1.01 ms; 1.11
@@ -43,7 +45,7 @@ def backward_config(config: Any, arch: int, captured: CapturedGradients, *, one_
         config = dataclasses.replace(config, block_m1=queries, block_n1=64, num_warps=4, num_stages=stages)
     elif arch >= 100:
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
-    elif arch < 90 and captured.plans:
+    elif arch < 90 and (captured.plans or mask_mod):
         tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
         smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
         config = dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))

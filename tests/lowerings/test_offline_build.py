@@ -142,7 +142,9 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
         "forward": forward_config(
             forward, arch, score_mod=score_mod, mask_mod=name == "causal", chained_reads=name == "scaled_and_gathered"
         ),
-        "backward": backward_config(backward, arch, CAPTURED[name], one_pass=one_pass, head_dim=64),
+        "backward": backward_config(
+            backward, arch, CAPTURED[name], one_pass=one_pass, mask_mod=name == "causal", head_dim=64
+        ),
     }
     for direction, config in configs.items():
         ptx, cubin = build(tmp_path, tiled(emitted[direction], config), arch, config.num_warps, config.num_stages)
