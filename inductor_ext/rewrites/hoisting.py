@@ -60,7 +60,8 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 
 
 def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
-    query, key, value, score_mod, block_mask, scale, kernel_options, captured, mask_captured = node.args
+    query, key, value, score_mod, block_mask, scale, kernel_options, *rest = node.args
+    captured, mask_captured = [*rest, (), ()][:2]
     module = getattr(gm, score_mod.target)
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
