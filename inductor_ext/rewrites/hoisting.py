@@ -133,7 +133,7 @@ class _Hoist:
         terms = self._terms(root)
         gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key and self._learned(n)]
         kept = [(sign, n) for sign, n in terms if n not in gone]
-        if not gone or not kept:
+        if not gone or not any(isinstance(n, Node) for _, n in kept):
             return []
         with self.graph.inserting_before(output):
             output.args = (self._sum(kept, root),)
@@ -143,9 +143,9 @@ class _Hoist:
         return list(anchors)
 
     def _learned(self, node: Node) -> list[Any]:
-        """The captured tensors that a finite term learns; none where it holds an infinity, which hides a whole row.
+        """The captured tensors that a term learns; none where it may hold an infinity, which hides a whole row.
 
-        A frozen term may hold one as well (a mask made of -inf), and costs nothing.
+        That is a term with an infinite constant, or with a frozen tensor of floats (which may be a mask of -inf).
         """
         cone = self._cone(node)
         numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
@@ -153,7 +153,8 @@ class _Hoist:
             return []
         operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
         read = [operands[n] for n in cone if n in operands]
-        return [x for x in read if fake_tensor(x) is not None and fake_tensor(x).requires_grad]
+        floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
+        return floats if all(fake_tensor(x).requires_grad for x in floats) else []
 
     def merge_sums(self) -> None:
         """In every sum, score-free terms of one footprint become one table."""

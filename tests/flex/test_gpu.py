@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from .cases import BIASES, FEATURES, LONG, REFUSED, relative_error
+from .case import relative_error
+from .cases import BIASES, FEATURES, LONG, REFUSED
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from tests.interpreter import triton_on_cpu
 
-from .cases import relative_error
+from .case import relative_error
 
 HEADS, WIDTH, LENGTH = 2, 32, 48
 DEVICES = [

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -13,34 +12,15 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from inductor_ext import backend, compat
 from inductor_ext.options import Options
-from inductor_ext.report import collect
 from tests import random_score_mods
+
+from .dynamo_graphs import Stop, after
 
 LENGTH = 8
 
 
-class Stop(Exception):
-    """Raised once the rewrite has been seen: nothing more needs compiling."""
-
-    def __str__(self):
-        return "Stop"
-
-
 def hoisted(score_mod, *, mask=None, aux=False):
     """The score_mod after hoisting, as text, the notes, and the outer graph's computation of the tables."""
-    seen = {}
-    rewrite = backend.hoisting.rewrite
-
-    def spy(gm, own):
-        with collect() as report:
-            rewrite(gm, own)
-        (node,) = gm.graph.find_nodes(op="call_function", target=compat.flex_attention_hop)
-        text = str(getattr(gm, node.args[3].target).graph)
-        text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
-        seen.update(graph=text.replace(", kwargs = {}", ""), node=node, outer=[str(n.target) for n in gm.graph.nodes])
-        seen["notes"] = "; ".join(f"{d.path}: {d.why}" for d in report.decisions)
-        raise Stop
-
     query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
     block_mask = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
 
@@ -48,10 +28,8 @@ def hoisted(score_mod, *, mask=None, aux=False):
         options = {"return_aux": AuxRequest(lse=True)} if aux else {}
         return flex_attention(query, query, query, score_mod=score_mod, block_mask=block_mask, **options)
 
-    compiled = torch.compile(attention, backend="gradfuse", fullgraph=True)
-    with mock.patch.object(backend.hoisting, "rewrite", spy), pytest.raises(Exception, match="Stop"):
-        compiled(query)
-    return seen
+    seen = after(backend.hoisting, attention, query)
+    return seen | {"notes": "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])}
 
 
 def table(*shape):
@@ -134,6 +112,7 @@ def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
 def test_a_term_that_may_hide_a_row_stays():
     frozen, learned = torch.zeros(LENGTH), table(LENGTH)
     assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
+    assert "dropped" not in hoisted(lambda s, b, h, q, k: s + (frozen[q] + learned[q]))["notes"]
     hidden = hoisted(lambda s, b, h, q, k: s + torch.where(q < 4, learned[q], -float("inf")))["notes"]
     assert "dropped" not in hidden and "row" in hidden
 

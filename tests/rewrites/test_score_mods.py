@@ -1,44 +1,21 @@
 """The rewrite of score_mods on Dynamo's graph: what becomes of each pattern."""
 
-import re
-from unittest import mock
-
 import pytest
 import torch
 from expecttest import TestCase
 from torch.nn.attention.flex_attention import flex_attention
 
-from inductor_ext import backend, compat
-from inductor_ext.report import collect
+from inductor_ext import backend
+
+from .dynamo_graphs import after
 
 
 def rewritten(score_mod, *, needs_grad=True):
     """What the rewrite makes of a score_mod: FX graph, kernel options, number of operands, notes."""
-    seen = {}
-    rewrite = backend.score_mods.rewrite
-
-    def spy(gm, own):
-        with collect() as report:
-            rewrite(gm, own)
-        (node,) = gm.graph.find_nodes(op="call_function", target=compat.flex_attention_hop)
-        text = str(getattr(gm, node.args[3].target).graph)
-        text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
-        seen.update(graph=text.replace(", kwargs = {}", ""), options=node.args[6], operands=len(node.args[7]))
-        seen["notes"] = report.decisions[0].why if report.decisions else ""
-        raise Stop
-
     query = torch.randn(1, 2, 8, 16, requires_grad=needs_grad)
-    compiled = torch.compile(lambda q: flex_attention(q, q, q, score_mod=score_mod), backend="gradfuse", fullgraph=True)
-    with mock.patch.object(backend.score_mods, "rewrite", spy), pytest.raises(Exception, match="Stop"):
-        compiled(query)
-    return seen
-
-
-class Stop(Exception):
-    """Raised once the rewrite has been seen: nothing more needs compiling."""
-
-    def __str__(self):
-        return "Stop"
+    seen = after(backend.score_mods, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
+    node, notes = seen["node"], [d.why for d in seen["decisions"]]
+    return {"graph": seen["graph"], "options": node.args[6], "operands": len(node.args[7]), "notes": "".join(notes[:1])}
 
 
 class TestScoreMods(TestCase):

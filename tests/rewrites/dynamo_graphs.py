@@ -1,0 +1,42 @@
+"""Watch one rewrite of a Dynamo graph and stop there: nothing more needs compiling."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+from inductor_ext import compat
+from inductor_ext.report import collect
+
+
+class Stop(Exception):
+    """Raised once the rewrite has been seen."""
+
+    def __str__(self):
+        return "Stop"
+
+
+def after(rewrite_module, attention, query):
+    """Compile ``attention(query)`` up to ``rewrite_module.rewrite``.
+
+    Returns the flex_attention node, its score_mod as text that reads the same on every torch, the targets of the outer
+    graph, and the decisions.
+    """
+    seen = {}
+    rewrite = rewrite_module.rewrite
+
+    def spy(gm, own):
+        with collect() as report:
+            rewrite(gm, own)
+        (node,) = gm.graph.find_nodes(op="call_function", target=compat.flex_attention_hop)
+        text = str(getattr(gm, node.args[3].target).graph)
+        text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
+        seen.update(graph=text.replace(", kwargs = {}", ""), node=node, outer=[str(n.target) for n in gm.graph.nodes])
+        seen["decisions"] = report.decisions
+        raise Stop
+
+    compiled = torch.compile(attention, backend="gradfuse", fullgraph=True)
+    with mock.patch.object(rewrite_module, "rewrite", spy), pytest.raises(Exception, match="Stop"):
+        compiled(query)
+    return seen
