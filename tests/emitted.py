@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from .interpreter import triton_on_cpu
 
 
-def triton_sources(function, *inputs):
+def triton_sources(function, *inputs, tma=False):
     """The source of every gradfuse template kernel that compiling ``function`` forward and backward emits."""
 
     def step():
@@ -17,7 +17,7 @@ def triton_sources(function, *inputs):
         leaves = [x for x in inputs if x.requires_grad]
         return torch.autograd.grad(out.sum(), leaves)
 
-    with triton_on_cpu():
+    with triton_on_cpu(tma):
         _, codes = run_and_get_code(step)
     kernels = []
     for code in codes:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch._inductor import config
 
+from inductor_ext import compat
+
 
 class _StubDriver:
     """What Inductor and Triton's interpreter ask of a driver on a machine without a GPU."""
@@ -79,9 +81,20 @@ def _rounding_to_nearest(convert_float):
     return convert
 
 
+def _descriptor_reduce(self, kind, descriptor, value, indices):
+    """What TMA's reduce-add does, which the interpreter lacks."""
+    from triton._C.libtriton import ir
+
+    pointers, mask = descriptor.materialize_pointers(indices)
+    self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+
+
 @contextlib.contextmanager
-def triton_on_cpu(**patches):
-    """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs."""
+def triton_on_cpu(tma=False, **patches):
+    """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs.
+
+    ``tma``: emit the form for GPUs that move tiles by TMA.
+    """
     import triton
     from torch._inductor.runtime import triton_helpers
     from triton.runtime import interpreter
@@ -95,5 +108,8 @@ def triton_on_cpu(**patches):
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
         convert = _rounding_to_nearest(interpreter._convert_float)
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", convert))
+        reduce = mock.patch.object(InterpreterBuilder, "create_descriptor_reduce", _descriptor_reduce, create=True)
+        stack.enter_context(reduce)
+        stack.enter_context(mock.patch.object(compat, "has_tma", lambda device: tma))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield

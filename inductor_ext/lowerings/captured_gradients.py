@@ -1,10 +1,13 @@
 """How the gradients of captured tensors are reduced: one plan for each contribution, one buffer for each tensor.
 
 place of a contribution                   plan
-every element has one writer              STORE   in the tensor's own dtype; no zeros where there is no mask, no cast
-a skewed strip (analysis/strips.py)       STRIP   whole tiles by TMA into a taller strip, folded afterwards
-does not depend on the query or the key   SUM     in registers, along the axes it does not depend on
-anything else                             SCATTER one fp32 add for each score
+every element has one writer              STORE    in the tensor's own dtype; no zeros where there is no mask, no cast
+a diagonal                                STRIP    whole tiles by TMA into a skewed strip, folded afterwards
+                                          DIAGONAL summed along the diagonals of a tile, where there is no TMA
+a pair of positions                       BLOCK    whole tiles added by TMA, where there is TMA
+does not depend on the query or the key   SUM      in registers, along the axes it does not depend on
+anything else                             SCATTER  one fp32 add for each score
+any of these, deterministic               PARTIAL  into a workspace, summed afterwards (deterministic_gradients.py)
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..analysis import strips
 from ..analysis.bounds import extents_of
 from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, returning
+from ..analysis.diagonals import STRIP_ROWS, strip_shape
 from ..compat import FlexBlockMask, lowerings
 from . import deterministic_gradients as deterministic
 from . import flex_common as common
 from . import subgraphs
+from .tile_tables import TableKind, TileTable, TileTables
 
 aten = torch.ops.aten
 
@@ -35,6 +39,8 @@ class Kind(enum.Enum):
 
     STORE = "stored by its one writer"
     STRIP = "tiles added to a strip"
+    DIAGONAL = "summed along the diagonals of a tile"
+    BLOCK = "tiles added"
     SUM = "summed in registers"
     SCATTER = "one fp32 add a score"
     PARTIAL = "partial sums in a fixed order"
@@ -48,47 +54,64 @@ class NotInOrder(Exception):
 class Plan:
     """One contribution: how it goes to memory.
 
-    owner: which captured tensor it belongs to. target: the buffer that the kernel writes. axes: which of b, h, q, k its
-    place depends on. plain: the place is positions and constants. checked: it may be out of bounds. diagonal,
-    antidiagonal: the tensor holds one. wide: the tensor has four bytes an element or more.
+    owner: which captured tensor it belongs to. axes: which of b, h, q, k its place depends on. plain: the place is
+    positions and constants. checked: it may be out of bounds. table: what the tensor is, where it is read by
+    tile. wide: the tensor has four bytes an element or more.
     """
 
     owner: int
     contribution: Contribution
     kind: Kind
-    target: Any
-    axes: tuple[bool, bool, bool, bool]
+    axes: tuple[bool, ...]
     plain: bool
     checked: bool
-    diagonal: bool
-    antidiagonal: bool
+    table: TileTable | None
     wide: bool
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the tensor holds a diagonal."""
+        return self.table is not None and self.table.kind is not TableKind.PAIR
+
+    @property
+    def moved_by_tma(self) -> bool:
+        """Whether whole tiles go to the gradient of a table of pairs."""
+        by_tile = self.kind in (Kind.BLOCK, Kind.STORE)
+        return by_tile and self.table is not None and self.table.kind is TableKind.PAIR
 
 
 @dataclass
 class CapturedGradients:
     """The gradients of one flex_attention's captured tensors.
 
-    ranges: b, h, q, k of the joint graph with their extents. buffers: for each captured tensor the gradient to be, None
-    where it needs none, or where its plans have workspaces instead. inlined: value, offset and in_bounds of each
-    contribution as subgraphs, flat.
+    ranges: b, h, q, k of the joint graph with their extents. plans, inlined: the contributions, and value, offset and
+    in_bounds of each as subgraphs, flat. learned: which captured tensors need a gradient. targets: the buffer that the
+    kernel writes for each plan. buffers: for each captured tensor the gradient to be, None where it needs none, or where its
+    plans have workspaces instead. Both are empty until they are allocated.
     """
 
     ranges: dict[Node, Any]
-    buffers: list[Any] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     inlined: list[Any] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
 
     @property
     def lengths(self) -> tuple[Any, Any]:
         """How many queries and keys there are."""
-        _, _, queries, keys = self.ranges.values()
+        _, _, queries, keys = self.extents
         return queries, keys
+
+    @property
+    def extents(self) -> list[Any]:
+        """The lengths of b, h, q and k, as Inductor counts them."""
+        return [subgraphs.expression(n) for n in self.ranges.values()]
 
     @property
     def written(self) -> list[Any]:
         """The buffers that the kernel writes."""
-        return list({id(plan.target): plan.target for plan in self.plans}.values())
+        return list({id(target): target for target in self.targets}.values())
 
     @property
     def note(self) -> str:
@@ -99,7 +122,7 @@ class CapturedGradients:
     @property
     def wide_tiles(self) -> bool:
         """Whether tiles of some captured tensor, four bytes an element, take part in the pipeline."""
-        return any(all(plan.axes[2:]) and plan.wide for plan in self.plans)
+        return any(all(plan.axes[2:]) and plan.wide and not plan.diagonal for plan in self.plans)
 
     @property
     def gathers(self) -> bool:
@@ -107,14 +130,19 @@ class CapturedGradients:
         return any(plan.kind is Kind.SCATTER and not plan.plain for plan in self.plans)
 
     @property
-    def has_strips(self) -> bool:
-        """Whether tiles are added to a strip."""
-        return any(plan.kind is Kind.STRIP for plan in self.plans)
+    def moves_blocks(self) -> bool:
+        """Whether blocks of a table of pairs are moved by TMA."""
+        return any(plan.moved_by_tma for plan in self.plans)
 
     @property
     def tallest_tile(self) -> int:
         """The most queries a tile may hold: those of a strip's block."""
-        return strips.TILE_ROWS if self.has_strips else common.LARGEST_TILE
+        return STRIP_ROWS if self.has_strips else common.LARGEST_TILE
+
+    @property
+    def has_strips(self) -> bool:
+        """Whether tiles are added to a strip."""
+        return any(plan.kind is Kind.STRIP for plan in self.plans)
 
     @property
     def sums_along_keys(self) -> bool:
@@ -124,9 +152,10 @@ class CapturedGradients:
     def options(self) -> dict[str, Any]:
         """The template's options: bit i of each mask speaks of contribution i."""
 
-        def mask(holds: Callable[[Plan], bool]) -> int:
+        def mask(holds: Callable[[Plan], Any]) -> int:
             return sum(1 << i for i, plan in enumerate(self.plans) if holds(plan))
 
+        strips = mask(lambda p: p.kind is Kind.STRIP)
         return {
             "NUM_CONTRIBUTIONS": len(self.plans),
             "CHECKED_CONTRIBUTIONS": mask(lambda p: p.checked),
@@ -134,34 +163,69 @@ class CapturedGradients:
             "KEY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[3]),
             "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.STORE),
             "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.PARTIAL),
-            "STRIPS": mask(lambda p: p.kind is Kind.STRIP),
-            "ANTIDIAGONAL_STRIPS": mask(lambda p: p.kind is Kind.STRIP and p.antidiagonal),
-            "STRIPS_BY_BATCH": mask(lambda p: p.kind is Kind.STRIP and p.axes[0]),
-            "STRIPS_BY_HEAD": mask(lambda p: p.kind is Kind.STRIP and p.axes[1]),
-            "STRIP_ROWS": strips.TILE_ROWS,
-            "STRIP_OFFSET": strips.tile_shape(*self.lengths)[0] if self.has_strips else 0,
+            "STRIPS": strips,
+            "BLOCK_CONTRIBUTIONS": mask(lambda p: p.moved_by_tma),
+            "DIAGONAL_CONTRIBUTIONS": mask(lambda p: p.diagonal and p.kind is not Kind.STORE),
+            "ANTIDIAGONAL_CONTRIBUTIONS": mask(lambda p: p.table and p.table.kind is TableKind.ANTIDIAGONAL),
+            "CONTRIBUTIONS_BY_BATCH": mask(lambda p: p.axes[0]),
+            "CONTRIBUTIONS_BY_HEAD": mask(lambda p: p.axes[1]),
+            "STRIP_ROWS": STRIP_ROWS,
+            "STRIP_OFFSET": strip_shape(*self.lengths)[0] if strips else 0,
         }
+
+    def allocate(
+        self, tensors: Sequence[Any], block_mask: FlexBlockMask, device: torch.device, tilings: Sequence[dict[str, Any]]
+    ) -> None:
+        """Make the buffers that the kernel writes, for whichever of ``tilings`` will be chosen."""
+        extents = self.extents
+        unmasked = common.is_unmasked(block_mask)
+        targets: dict[int, Any] = {}
+        for owner, (learned, tensor) in enumerate(zip(self.learned, tensors, strict=True)):
+            plans = [i for i, plan in enumerate(self.plans) if plan.owner == owner]
+            kinds = {self.plans[i].kind for i in plans}
+            if Kind.PARTIAL in kinds:
+                self.buffers.append(None)
+                for i in plans:
+                    plan = self.plans[i]
+                    if plan.diagonal:
+                        targets[i] = deterministic.diagonal_workspace(extents, device, tilings)
+                    else:
+                        targets[i] = deterministic.workspace(plan.axes, extents, device, zeroed=not unmasked)
+                continue
+            self.buffers.append(self._buffer(kinds, tensor, device, unmasked) if learned else None)
+            targets.update(dict.fromkeys(plans, self.buffers[-1]))
+        self.targets = [targets[i] for i in range(len(self.plans))]
+
+    def _buffer(self, kinds: set[Kind], tensor: Any, device: torch.device, unmasked: bool) -> Any:
+        size = tensor.get_size()
+        if Kind.STORE in kinds and unmasked:
+            return compat.empty_strided(size, compat.contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
+        if Kind.STORE in kinds:
+            return compat.full(size, 0, tensor.get_dtype(), device)
+        if Kind.STRIP in kinds:
+            size = [sympy.prod(size[:-1]), STRIP_ROWS, strip_shape(*self.lengths)[1]]
+        return compat.full(size, 0, torch.float32, device)
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The gradients, in the captured tensors' own dtypes: rounded once, here."""
         results = []
         for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
             total = buffer
-            plans = [plan for plan in self.plans if plan.owner == owner]
-            if plans and plans[0].kind is Kind.STRIP:
-                total = lowerings[aten.reshape](_fold(plans[0], self.lengths), tensor.get_size())
-            for plan in plans if plans and plans[0].kind is Kind.PARTIAL else ():
-                part = self._in_order(plan, tensor)
+            plans = [(plan, target) for plan, target in zip(self.plans, self.targets, strict=True) if plan.owner == owner]
+            if plans and plans[0][0].kind is Kind.STRIP:
+                total = lowerings[aten.reshape](_fold(buffer, plans[0][0].table, self.lengths), tensor.get_size())
+            for plan, target in plans if plans and plans[0][0].kind is Kind.PARTIAL else ():
+                part = self._in_order(plan, target, tensor)
                 total = part if total is None else lowerings[aten.add](total, part)
             convert = lowerings[torch.ops.prims.convert_element_type]
             results.append(None if total is None else convert(total, tensor.get_dtype()))
         return tuple(results)
 
-    def _in_order(self, plan: Plan, tensor: Any) -> Any:
+    def _in_order(self, plan: Plan, target: Any, tensor: Any) -> Any:
         """The gradient that a workspace of partial sums adds up to."""
-        total = deterministic.summed(plan.target, plan.axes)
         if plan.diagonal:
-            return deterministic.along_diagonals(total, plan.antidiagonal)
+            return deterministic.summed_diagonals(target, plan.axes)
+        total = deterministic.summed(target, plan.axes)
         return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
 
 
@@ -170,56 +234,47 @@ def plan_gradients(
     node: Node,
     device: torch.device,
     captured: Sequence[Any],
-    block_mask: FlexBlockMask,
-    kernel_options: dict[str, Any],
+    tables: TileTables,
     *,
-    strips_allowed: bool,
+    tma_allowed: bool,
     in_order: bool,
 ) -> CapturedGradients:
-    """Allocate the buffers and lower the subgraphs of every contribution of a flex_attention_backward node.
+    """Plan every contribution of a flex_attention_backward node and lower its subgraphs.
 
-    ``kernel_options`` say which captured tensors hold diagonals. ``strips_allowed``: the kernel may add whole tiles to
-    them. ``in_order``: no atomics; raises NotInOrder where that cannot be.
+    ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: no atomics; raises
+    NotInOrder where that cannot be.
     """
-    extents = common.extents(node)
     placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
-    result = CapturedGradients(extents_of(joint.module, extents, first=1))
-    antidiagonals = kernel_options.get(strips.ANTIDIAGONAL_OPTION, 0)
-    diagonals = kernel_options.get(strips.DIAGONAL_OPTION, 0) | antidiagonals
-    if any(name.endswith(("BLOCK_M1", "BLOCK_M2")) and size > strips.TILE_ROWS for name, size in kernel_options.items()):
-        strips_allowed = False
+    result = CapturedGradients(extents_of(joint.module, common.extents(node), first=1))
     for owner, (contributions, placeholder, tensor) in enumerate(zip(joint.captured, placeholders, captured, strict=True)):
-        if contributions is None:
-            result.buffers.append(None)
-            continue
-        shape, diagonal = subgraphs.shape_of(placeholder), bool((diagonals >> owner) & 1)
-        kind = _kind(contributions, shape, result.ranges, diagonal and strips_allowed, in_order)
-        workspaces = kind is Kind.PARTIAL and bool(contributions)
-        result.buffers.append(None if workspaces else _buffer(kind, tensor, block_mask, device, result.lengths))
-        for contribution in contributions:
-            checked = _inline(result, joint, node, contribution, shape, device, captured)
+        result.learned.append(contributions is not None)
+        shape, table = subgraphs.shape_of(placeholder), tables.of(owner)
+        once = _writes_once(contributions or (), shape, result.ranges)
+        for contribution in contributions or ():
+            checked = _inline(result, joint, node, contribution, shape, device, captured, tables)
             axes = axes_of(joint.module, contribution)
             plain = deterministic.is_plain(contribution, result.ranges)
-            target = result.buffers[-1]
-            if workspaces:
-                if not diagonal and not plain:
+            if once:
+                kind = Kind.STORE
+            elif in_order:
+                kind = Kind.PARTIAL
+                if not plain and (table is None or table.kind is TableKind.PAIR):
                     raise NotInOrder
-                target = deterministic.workspace(axes, extents, device, zeroed=not common.is_unmasked(block_mask))
-            reduced = Kind.SUM if kind is Kind.SCATTER and not (axes[2] and axes[3]) else kind
+            else:
+                kind = _added(table, axes, tma_allowed, result.lengths)
             wide = tensor.get_dtype().itemsize >= 4
-            anti = bool((antidiagonals >> owner) & 1)
-            result.plans.append(Plan(owner, contribution, reduced, target, axes, plain, checked, diagonal, anti, wide))
+            result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide))
     return result
 
 
-def _kind(
-    contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Node, Any], strip: bool, in_order: bool
-) -> Kind:
-    if _writes_once(contributions, shape, ranges):
-        return Kind.STORE
-    if in_order:
-        return Kind.PARTIAL
-    return Kind.STRIP if strip else Kind.SCATTER
+def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Kind:
+    """How a contribution with several writers is added in memory."""
+    if table is None:
+        return Kind.SCATTER if all(axes[2:]) else Kind.SUM
+    if table.kind is TableKind.PAIR:
+        return Kind.BLOCK if tma_allowed else Kind.SCATTER
+    known = all(isinstance(n, (int, sympy.Integer)) for n in lengths)
+    return Kind.STRIP if tma_allowed and known else Kind.DIAGONAL
 
 
 def _inline(
@@ -230,15 +285,17 @@ def _inline(
     shape: Sequence[Any],
     device: torch.device,
     captured: Sequence[Any],
+    tables: TileTables,
 ) -> bool:
     """Lower value, offset and in_bounds of a contribution; whether in_bounds is to be asked."""
     extents = common.extents(node)
     value = returning(joint.module, [contribution.value])
     address, checked = subgraphs.address(joint.module, contribution, shape, result.ranges)
     for module in (value, address):
+        tiles = tables.read_by_tile(module, JOINT_INPUTS)
         subgraphs.clamp_reads(module, extents_of(module, extents, first=1))
         inputs = subgraphs.score_placeholders(device, torch.float32, gradient=True)
-        result.inlined.extend(subgraphs.inline(module, inputs, captured))
+        result.inlined.extend(subgraphs.inline(module, inputs, [*captured, *tiles]))
     return checked
 
 
@@ -252,25 +309,25 @@ def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ra
     return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)
 
 
-def _buffer(kind: Kind, tensor: Any, block_mask: FlexBlockMask, device: torch.device, lengths: tuple[Any, Any]) -> Any:
-    size = tensor.get_size()
-    if kind is Kind.STORE and common.is_unmasked(block_mask):
-        return compat.empty_strided(size, compat.contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
-    if kind is Kind.STORE:
-        return compat.full(size, 0, tensor.get_dtype(), device)
-    if kind is Kind.STRIP:
-        size = [sympy.prod(size[:-2]), strips.TILE_ROWS, strips.tile_shape(*lengths)[1]]
-    return compat.full(size, 0, torch.float32, device)
+def _fold(strip: Any, table: TileTable, lengths: tuple[Any, Any]) -> Any:
+    """A strip [planes, STRIP_ROWS, columns] that tiles were added to, summed along its diagonals: [planes, Q + K - 1].
 
-
-def _fold(plan: Plan, lengths: tuple[Any, Any]) -> Any:
-    """The strip that tiles were added to, [planes, TILE_ROWS, columns], as a table's: [planes, TABLE_ROWS, columns]."""
-    groups = strips.TILE_ROWS // strips.TABLE_ROWS
-    width = strips.table_shape(*lengths)[1]
-    total = None
-    for group in range(groups):
-        first, row = strips.fold_start(*lengths, group, plan.antidiagonal), group * strips.TABLE_ROWS
-        part = lowerings[aten.slice](plan.target, 1, row, row + strips.TABLE_ROWS)
-        part = lowerings[aten.slice](part, 2, first, first + width)
-        total = part if total is None else lowerings[aten.add](total, part)
-    return total
+    Rows are read with a stride of one more (for ``k - q``) or less, so that each starts a column later or earlier.
+    """
+    queries, keys = lengths
+    planes, rows, width = strip.get_size()
+    antidiagonal = table.kind is TableKind.ANTIDIAGONAL
+    offset, skewed = strip_shape(queries, keys)[0], width - 1 if antidiagonal else width + 1
+    flat = lowerings[aten.reshape](strip, [planes, rows * width])
+    if antidiagonal:
+        flat = lowerings[aten.slice](flat, 1, 0, rows * skewed)
+    else:
+        flat = lowerings[aten.constant_pad_nd](flat, [0, rows], 0.0)
+    sums = lowerings[aten.sum](lowerings[aten.reshape](flat, [planes, rows, skewed]), axis=[1])
+    if antidiagonal:
+        return lowerings[aten.slice](sums, 1, rows, rows + queries + keys - 1)
+    ahead = lowerings[aten.slice](sums, 1, offset, offset + keys)
+    behind = lowerings[aten.slice](sums, 1, offset - queries + 1, offset)
+    # Not a cat, which torch 2.13 takes for two halves of one reduction to be merged, and fails at.
+    padded = [(ahead, [0, queries - 1]), (behind, [keys, 0])]
+    return lowerings[aten.add](*(lowerings[aten.constant_pad_nd](part, padding, 0.0) for part, padding in padded))

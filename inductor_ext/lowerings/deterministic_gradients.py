@@ -4,7 +4,8 @@
     neither query nor key       [B, H, key tiles]                summed
     query                       [B, H, Q]                        summed over b or h where the place does not depend on it
     key                         [B, H, K]                        the same
-    both                        [B, H, Q, K]                     the same; along diagonals where the table is one
+    both                        [B, H, Q, K]                     the same
+    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles
 
 The place must be a plain position in every dim (``t[h, k]``, constants allowed) or, for a hoisted diagonal, the distance.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
 from .. import compat
 from ..analysis.captured_grads import Contribution
@@ -71,27 +73,19 @@ def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shap
     return lowerings[aten.constant_pad_nd](total, padding, 0.0) if any(p != 0 for p in padding) else total
 
 
-def along_diagonals(total: Any, antidiagonal: bool) -> Any:
-    """``total`` [..., Q, K] summed along its diagonals: element ``k - q`` (negative from the end) or ``q + k`` of Q + K - 1.
+def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
+    """The workspace of a diagonal's contribution: [parts, B, H, query tiles, Q + K - 1].
 
-    Rows are padded with Q zeros and read with a stride of one more (for ``k - q``) or less, so that each starts one column
-    earlier or later than the one above.
+    A tile is summed along its diagonals in parts of one tile of keys each, so that the same part of the next tile touches
+    none of the same distances: an element has one writer.
     """
-    *planes, queries, keys = total.get_size()
-    rows, width = len(planes), keys + queries
-    if antidiagonal:
-        flat = _flat(lowerings[aten.constant_pad_nd](total, [0, queries], 0.0), planes, queries * width)
-        skewed = lowerings[aten.slice](flat, rows, 0, queries * (width - 1))
-        return lowerings[aten.sum](lowerings[aten.reshape](skewed, [*planes, queries, width - 1]), axis=[rows])
-    flat = _flat(lowerings[aten.constant_pad_nd](total, [queries, 0], 0.0), planes, queries * width)
-    skewed = lowerings[aten.constant_pad_nd](flat, [0, queries], 0.0)
-    sums = lowerings[aten.sum](lowerings[aten.reshape](skewed, [*planes, queries, width + 1]), axis=[rows])
-    ahead = lowerings[aten.slice](sums, rows, queries, width)
-    behind = lowerings[aten.slice](sums, rows, 1, queries)
-    # Not a cat, which torch 2.13 takes for two halves of one reduction to be merged, and fails at.
-    padded = [(ahead, [0, queries - 1]), (behind, [keys, 0])]
-    return lowerings[aten.add](*(lowerings[aten.constant_pad_nd](part, padding, 0.0) for part, padding in padded))
+    batch, heads, queries, keys = extents
+    shortest = min(t["BLOCK_M2"] for t in tilings)
+    tiles = FloorDiv(queries + shortest - 1, shortest)
+    parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
+    return compat.full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
 
 
-def _flat(tensor: Any, planes: Sequence[Any], length: Any) -> Any:
-    return lowerings[aten.reshape](tensor, [*planes, length])
+def summed_diagonals(partials: Any, axes: Sequence[bool]) -> Any:
+    """A diagonal's workspace as the gradient of its table, [b?, h?, Q + K - 1]."""
+    return lowerings[aten.sum](partials, axis=[0, *(axis + 1 for axis in (0, 1) if not axes[axis]), 3])

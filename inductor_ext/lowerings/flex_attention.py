@@ -13,7 +13,7 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import output_nodes, returning
+from ..analysis.captured_grads import SCORE_MOD_INPUTS, output_nodes, returning
 from ..compat import FlexBlockMask, SymbolicGridFn, V
 from ..options import Options
 from ..report import STOCK, record, user_line
@@ -21,6 +21,7 @@ from . import flex_common as common
 from . import subgraphs
 from .flex_tiles import forward_config
 from .templates import load
+from .tile_tables import TileTables, tile_tables
 
 NAME = "flex_attention"
 
@@ -30,7 +31,7 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_template = compat.make_template("gradfuse_flex_forward", _grid, load("flex_forward"))
+_template = compat.make_template("gradfuse_flex_forward", _grid, load("flex_forward", "flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +94,8 @@ def _lower(
     batch, heads, length, _ = query.get_size()
 
     score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
-    score_buffer = score_subgraph(score_graph, node, device, score_captured)
+    tables = tile_tables(score_graph, kernel_options, score_captured)
+    score_buffer = score_subgraph(score_graph, node, device, score_captured, tables)
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
 
     size = [batch, heads, length, value.get_size()[-1]]
@@ -108,6 +110,7 @@ def _lower(
     options["IDENTITY_SCORE_MOD"] = subgraphs.is_identity(score_graph) and scale > 0
     options["TRIVIAL_MASK_MOD"] = subgraphs.is_always_true(mask_graph)
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
+    options.update(tables.options())
     configs, _ = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
@@ -118,7 +121,7 @@ def _lower(
     for tiled in common.tile_choices(options, "fwd", configs, tiles):
         _template.maybe_append_choice(
             choices=choices,
-            input_nodes=inputs,
+            input_nodes=[*inputs, *tables.buffers()],
             layout=layout,
             subgraphs=[score_buffer, mask_buffer],
             mutated_inputs=[logsumexp, max_scores],
@@ -135,7 +138,7 @@ def _lower(
     out = compat.autotune(
         "gradfuse_flex_forward",
         choices,
-        [*inputs, *captured],
+        [*inputs, *tables.buffers(), *captured],
         layout,
         generators,
         captured,
@@ -149,11 +152,14 @@ def _shape_note(query: Any, key: Any) -> str:
     return f"training; query {tuple(query.get_size())}, key {tuple(key.get_size())}"
 
 
-def score_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
+def score_subgraph(
+    module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
+) -> Any:
     """The score_mod, ready to be inlined, with safe reads."""
     module = returning(module, output_nodes(module.graph))
+    tiles = tables.read_by_tile(module, SCORE_MOD_INPUTS)
     subgraphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
-    (buffer,) = subgraphs.inline(module, subgraphs.score_placeholders(device, torch.float32), captured)
+    (buffer,) = subgraphs.inline(module, subgraphs.score_placeholders(device, torch.float32), [*captured, *tiles])
     return buffer
 
 

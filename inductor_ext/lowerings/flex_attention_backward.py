@@ -16,16 +16,18 @@ import torch
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import JointGraph, NotUnderstood, returning, take_apart
+from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, returning, take_apart
+from ..analysis.diagonals import STRIP_ROWS
 from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..options import Options
 from ..report import STOCK, record, user_line
 from . import flex_common as common
 from . import subgraphs
-from .captured_gradients import NotInOrder, plan_gradients
+from .captured_gradients import CapturedGradients, NotInOrder, plan_gradients
 from .flex_attention import mask_subgraph, score_subgraph
 from .flex_tiles import backward_config
 from .templates import load
+from .tile_tables import TileTables, tile_tables
 
 aten = torch.ops.aten
 NAME = "flex_attention_backward"
@@ -47,7 +49,7 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward"))
+_template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward", "flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,18 +114,17 @@ def _lower(
     score_captured, mask_captured = compat.realize(score_captured), compat.realize(mask_captured)
 
     score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
-    score_buffer = score_subgraph(score_graph, node, device, score_captured)
+    tables = tile_tables(score_graph, kernel_options, score_captured)
+    score_buffer = score_subgraph(score_graph, node, device, score_captured, tables)
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
-    grad_score_buffer = _grad_score(joint, node, device, score_captured)
-    strips_allowed = compat.has_tma(device) and _one_pass_allowed(own, query, kernel_options, WIDEST_WITH_STRIPS)
+    grad_score_buffer = _grad_score(joint, node, device, score_captured, tables)
     captured = plan_gradients(
         joint,
         node,
         device,
         score_captured,
-        block_mask,
-        kernel_options,
-        strips_allowed=strips_allowed,
+        tables,
+        tma_allowed=_tma_allowed(own, device, kernel_options),
         in_order=own.deterministic,
     )
 
@@ -131,9 +132,7 @@ def _lower(
     grad_key_size = [batch, *key_size[1:]]
     grad_value_size = [batch, *value_size[1:]]
     layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
-    one_pass = _one_pass_allowed(own, query, kernel_options, WIDEST_ONE_PASS)
-    if _wanted(kernel_options) is None:
-        one_pass = captured.has_strips or (one_pass and not captured.sums_along_keys)
+    one_pass = _one_pass(own, query, kernel_options, captured)
     grad_value = compat.empty_strided(
         grad_value_size, compat.dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
     )
@@ -151,7 +150,7 @@ def _lower(
     options["IDENTITY_SCORE_MOD"] = subgraphs.is_identity(score_graph)
     options["TRIVIAL_MASK_MOD"] = subgraphs.is_always_true(mask_graph)
     options["WIDE_INDEX"] = subgraphs.is_wide([*score_captured, *mask_captured])
-    options.update(captured.options())
+    options.update(tables.options())
     options["ONE_PASS"] = one_pass
     options["TMA_ADDS"] = one_pass and compat.has_tma(device) and qk_dim % 4 == 0
     _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
@@ -164,17 +163,19 @@ def _lower(
         configs = [backward_config(configs[0], compat.architecture(device), captured, **form)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
-    targets, accumulators = [plan.target for plan in captured.plans], captured.written
+    tilings = list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
+    captured.allocate(score_captured, block_mask, device, tilings)
     choices: list[Any] = []
-    for tiled in common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile):
+    for tiled in tilings:
         _template.maybe_append_choice(
             choices=choices,
-            input_nodes=[*inputs, *targets],
+            input_nodes=[*inputs, *tables.buffers(), *captured.targets],
             layout=layout,
             subgraphs=inlined,
-            mutated_inputs=[grad_query, grad_value, *accumulators],
+            mutated_inputs=[grad_query, grad_value, *captured.written],
             call_sizes=[*query_size, *key_size[1:3]],
             **tiled,
+            **captured.options(),
         )
     generators: dict[int, Any] = {}
     for i in range(8, 16, 2):
@@ -184,11 +185,11 @@ def _lower(
     grad_key = compat.autotune(
         "gradfuse_flex_backward",
         choices,
-        [*inputs, *targets, *all_captured],
+        [*inputs, *tables.buffers(), *captured.targets, *all_captured],
         layout,
         generators,
         all_captured,
-        [*inlined, *accumulators],
+        [*inlined, *captured.written],
     )
     if not V.graph.sizevars.evaluate_expr(sympy.Eq(batch, key_size[0])):
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
@@ -212,7 +213,9 @@ def _joint_placeholders(device: torch.device) -> list[Any]:
     return subgraphs.score_placeholders(device, torch.float32, gradient=True)
 
 
-def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
+def _grad_score(
+    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
+) -> Any:
     if joint.grad_score is None:
         module = returning(joint.module, [])
         zero = module.graph.find_nodes(op="output")[0]
@@ -221,27 +224,33 @@ def _grad_score(joint: JointGraph, node: torch.fx.Node, device: torch.device, ca
         zero.args = ([constant],)
     else:
         module = returning(joint.module, [joint.grad_score])
+    tiles = tables.read_by_tile(module, JOINT_INPUTS)
     subgraphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
-    (buffer,) = subgraphs.inline(module, _joint_placeholders(device), captured)
+    (buffer,) = subgraphs.inline(module, _joint_placeholders(device), [*captured, *tiles])
     return buffer
 
 
-#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers, and widest with a strip's tiles to
+#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers, and the same with a strip's tiles to
 #: add besides (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
 
 
-def _wanted(kernel_options: dict[str, Any]) -> Any:
-    return kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
-
-
-def _one_pass_allowed(own: Options, query: Any, kernel_options: dict[str, Any], widest: int) -> bool:
-    """Whether dQ may be reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
+def _one_pass(own: Options, query: Any, kernel_options: dict[str, Any], captured: CapturedGradients) -> bool:
+    """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
     if own.deterministic:
         return False
-    if _wanted(kernel_options) is not None:
-        return bool(_wanted(kernel_options))
+    wanted = kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
+    if wanted is not None:
+        return bool(wanted)
     half = query.get_dtype().itemsize == 2
+    widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     fits = V.graph.sizevars.guard_int(query.get_size()[-1]) <= widest
-    return half and fits and compat.architecture(query.get_device()) >= 90
+    suits = captured.has_strips or not captured.sums_along_keys
+    return half and fits and suits and compat.architecture(query.get_device()) >= 90
+
+
+def _tma_allowed(own: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
+    """Whether whole tiles may be added in memory by TMA: not where the user asks for tiles taller than a strip."""
+    short = all(size <= STRIP_ROWS for name, size in kernel_options.items() if name.endswith(("BLOCK_M1", "BLOCK_M2")))
+    return compat.has_tma(device) and not own.deterministic and short

@@ -10,7 +10,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .. import compat
-from ..analysis.strips import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
+from ..analysis.diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..compat import FlexBlockMask, V
 from ..report import user_line
 

@@ -35,14 +35,18 @@ def backward_config(
     """Stock's backward config for what the kernel does with the gradients of captured tensors.
 
     one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest at head dim 64 (1.01 ms; 1.11
-    with stock's); smaller ones where there is an add for each score at a computed place,
+    with stock's). Wide ones where blocks of pairs are moved by TMA (1.84 ms; 2.44) or tiles are added to a strip (1.42 ms;
+    1.44, and 1.70 in the tile that spills nothing); small ones where there is an add for each score at a computed place,
     whose arithmetic spills otherwise.
     """
     if one_pass and arch >= 90 and head_dim > 64:
-        config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=2)
+        config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=3)
     elif one_pass and arch >= 90:
-        queries, stages = 32 if captured.gathers else 64, 2 if captured.has_strips else 3
-        config = dataclasses.replace(config, block_m1=queries, block_n1=64, num_warps=4, num_stages=stages)
+        strips_on_hopper = captured.has_strips and arch < 100
+        queries = 32 if captured.gathers or strips_on_hopper else 64
+        keys = 128 if captured.moves_blocks or strips_on_hopper else 64
+        warps = 8 if captured.moves_blocks else 4
+        config = dataclasses.replace(config, block_m1=queries, block_n1=keys, num_warps=warps, num_stages=3)
     elif arch >= 100:
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
     elif arch < 90 and (captured.plans or mask_mod):

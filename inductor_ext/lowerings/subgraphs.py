@@ -93,14 +93,14 @@ def _computed(box: Any, device: torch.device) -> Any:
     return buffer
 
 
-def _expression(size: Any) -> Any:
+def expression(size: Any) -> Any:
     """A size as the lowering takes it: an int, or the sympy expression of a symbolic one."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     """Make every read of a captured tensor stay inside it, in place."""
-    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, _expression(size), interval(index, extents)))
+    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, expression(size), interval(index, extents)))
 
 
 def is_identity(module: GraphModule) -> bool:
@@ -163,7 +163,7 @@ def address(
         stride: Any = 1
         for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
             proven = in_range(index, size, ranges)
-            size = _expression(size)
+            size = expression(size)
             if isinstance(index, Node):
                 if not proven:
                     checked = True
@@ -206,6 +206,7 @@ def _hint_is_wide(numel: Any) -> bool:
 __all__ = [
     "address",
     "clamp_reads",
+    "expression",
     "inline",
     "is_always_true",
     "is_identity",

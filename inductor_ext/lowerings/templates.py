@@ -11,6 +11,7 @@ _INSTALLED = _PACKAGE / "templates"
 TEMPLATE_DIR: Path = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "templates"
 
 
-def load(name: str) -> str:
-    """The source of ``templates/<name>.py.jinja``."""
-    return (TEMPLATE_DIR / f"{name}.py.jinja").read_text()
+def load(name: str, *macros: str) -> str:
+    """The source of ``templates/<name>.py.jinja``, the files of macros that it uses in front."""
+    files = [*(f"{m}.jinja" for m in macros), f"{name}.py.jinja"]
+    return "".join((TEMPLATE_DIR / f).read_text() for f in files)

@@ -8,9 +8,8 @@ Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K val
     none          [B?, H?]                  t[b, h]
     row           [B?, H?, Q]               t[b, h, q]
     column        [B?, H?, K]               t[b, h, k]
-    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (CPU, dynamic lengths; negative distances at the end)
-                  [B?, H?, R, Q' + K']      t[b, h, q % R, k - (q - q % R) + Q']   (a skewed strip; rows are aligned)
-    antidiagonal  the same over q + k
+    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances at the end)
+    antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
 
 Rules, in this order:
     a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
@@ -32,9 +31,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .. import ops  # noqa: F401  (registers gradfuse::depend)
+from ..analysis.diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..analysis.expressions import expression
 from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
-from ..analysis.strips import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..compat import flex_attention_hop
 from ..options import Options
 from ..report import record, user_line
@@ -73,7 +72,6 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         key,
         dict(zip(placeholders(graph)[5:], captured, strict=True)),
         masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
-        in_order=own.deterministic,
     )
     hoist = _Hoist(graph, footprints(graph), list(captured), tables)
     with gm.graph.inserting_before(node):

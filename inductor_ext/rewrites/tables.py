@@ -14,32 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .. import compat
 from ..analysis.footprints import Footprint, Positions
-from ..analysis.strips import TABLE_ROWS, table_shape
 from .score_mods import fake_tensor, placeholders
-
-
-def diagonal_strip(diagonal: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """Skew ``diagonal`` [..., queries + keys - 1], element d + queries - 1 for d = k - q, into a strip.
-
-    Returns [..., R, Q' + K'] with ``strip[..., q % R, k - (q - q % R) + Q'] == diagonal[..., k - q + queries - 1]``.
-    """
-    offset, width = table_shape(queries, keys)
-    rows = [
-        torch.nn.functional.pad(diagonal, (offset - queries + 1 + i, width - offset - keys - i)) for i in range(TABLE_ROWS)
-    ]
-    return torch.stack(rows, -2)
-
-
-def antidiagonal_strip(antidiagonal: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """Skew ``antidiagonal`` [..., queries + keys - 1], element q + k, into a strip.
-
-    Returns [..., R, Q' + K'] with ``strip[..., q % R, k + (q - q % R)] == antidiagonal[..., q + k]``.
-    """
-    _, width = table_shape(queries, keys)
-    rows = [torch.nn.functional.pad(antidiagonal, (-i, width - queries - keys + 1 + i)) for i in range(TABLE_ROWS)]
-    return torch.stack(rows, -2)
 
 
 @dataclass
@@ -49,8 +25,7 @@ class Tables:
     outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
     captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
     masked: a mask may hide positions whose index is out of range, so that lookups must not assert.
-    operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of
-        them hold one (as a skewed strip, unless sums are to be ``in_order``).
+    operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of them hold one.
     """
 
     outer: Graph
@@ -59,7 +34,6 @@ class Tables:
     key: Node
     captured: dict[Node, Any]
     masked: bool
-    in_order: bool
     operands: list[Node] = field(default_factory=list)
     diagonals: dict[Node, Positions] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -88,13 +62,7 @@ class Tables:
                 total = self.outer.call_function(operator.add if sign > 0 else operator.sub, (total, value))
         table = self.outer.call_function(torch.broadcast_to, (total, grid[-1]))
         table = self.outer.call_method("to", (table, self._dtype()))
-        sizes = [self._size("query", 2), self._size("key", 2)]
-        if self._strips() and footprint.positions is Positions.DIAGONAL:
-            table = self.outer.call_function(diagonal_strip, (table, *sizes))
-        elif self._strips() and footprint.positions is Positions.ANTIDIAGONAL:
-            table = self.outer.call_function(antidiagonal_strip, (table, *sizes))
-        else:
-            table = self.outer.call_method("contiguous", (table,))
+        table = self.outer.call_method("contiguous", (table,))
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
         if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
@@ -105,23 +73,11 @@ class Tables:
     def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
         """The axes of a table, and its bytes where the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
-        diagonal = footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL)
-        strip = [str(TABLE_ROWS), "Q + K"] if self._strips() else ["Q + K - 1"]
         along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"]}
-        axes = [*names, *along.get(footprint.positions, strip)] or ["1"]
+        axes = [*names, *along.get(footprint.positions, ["Q + K - 1"])] or ["1"]
         if not all(isinstance(n, int) for n in shape):
             return f"[{', '.join(axes)}]"
-        if diagonal and self._strips():
-            shape = (*shape[:-1], TABLE_ROWS, table_shape(*self._lengths())[1])
         return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
-
-    def _strips(self) -> bool:
-        """Strips are for the Triton kernels, and for lengths that are known."""
-        on_gpu = fake_tensor(self.query).device.type != "cpu" or compat.uses_triton_on_cpu()
-        return on_gpu and not self.in_order and all(isinstance(n, int) for n in self._lengths())
-
-    def _lengths(self) -> list[Any]:
-        return [fake_tensor(x).shape[2] for x in (self.query, self.key)]
 
     def _dtype(self) -> torch.dtype:
         return torch.float64 if fake_tensor(self.query).dtype == torch.float64 else torch.float32
@@ -159,13 +115,10 @@ class Tables:
         if positions is Positions.ANTIDIAGONAL:
             q = self.outer.call_method("clamp", (along,), {"max": last})
             return q, call(operator.sub, (along, q))
-        if self._strips():
-            distance = call(operator.sub, (along, last))
-        else:
-            # Negative distances stand at the end, where a negative index finds them whatever the length is.
-            total = self._arithmetic(operator.add, last, keys)
-            ahead = call(operator.lt, (along, keys))
-            distance = call(torch.where, (ahead, along, call(operator.sub, (along, total))))
+        # Negative distances stand at the end, where a negative index finds them whatever the length is.
+        total = self._arithmetic(operator.add, last, keys)
+        ahead = call(operator.lt, (along, keys))
+        distance = call(torch.where, (ahead, along, call(operator.sub, (along, total))))
         negative = call(operator.neg, (distance,))
         return tuple(self.outer.call_method("clamp", (x,), {"min": 0}) for x in (negative, distance))
 
@@ -231,22 +184,11 @@ class Tables:
             return tuple(heads) or (0,)
         if footprint.positions in (Positions.ROW, Positions.COLUMN):
             return (*heads, q if footprint.positions is Positions.ROW else k)
-        diagonal = footprint.positions is Positions.DIAGONAL
-        if not self._strips():
-            return (*heads, self._inner(operator.sub if diagonal else operator.add, k, q))
-        shift = TABLE_ROWS.bit_length() - 1
-        start = self._inner(torch.bitwise_left_shift, self._inner(torch.bitwise_right_shift, q, shift), shift)
-        row = self._inner(torch.bitwise_and, q, TABLE_ROWS - 1)
-        if not diagonal:
-            return (*heads, row, self._inner(operator.add, k, start))
-        offset, _ = table_shape(*self._lengths())
-        return (*heads, row, self._inner(operator.add, self._inner(operator.sub, k, start), offset))
-
-    def _inner(self, target: Any, *args: Any) -> Node:
-        node = self.inner.call_function(target, args)
-        like = next(a for a in args if isinstance(a, Node))
-        node.meta = dict(like.meta)
-        return node
+        distance = self.inner.call_function(
+            operator.sub if footprint.positions is Positions.DIAGONAL else operator.add, (k, q)
+        )
+        distance.meta = dict(k.meta)
+        return (*heads, distance)
 
     def _key(self, node: Any) -> Any:
         """What a node computes, as a nested tuple, so that equal expressions share a table."""

@@ -28,6 +28,17 @@ def test_one_pass_matches_float64(case):
         case.check("cpu", kernel_options={"bwd_ONE_PASS": True})
 
 
+#: Cases in which tiles are read, stored or added by TMA, with masks and lengths that end within a tile.
+BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals_merged", "buckets", "pair", "pair_batch"}
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in BY_TMA], ids=lambda c: c.name)
+def test_by_tma_matches_float64(case, one_pass):
+    with triton_on_cpu(tma=True):
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
+
+
 #: Every shape of workspace, with masks and lengths that end within a tile.
 IN_ORDER = {"causal", "odd_length", "gqa", "head_scale", "key_bias", "query_scale", "pair", "pair_batch", "antidiagonal"}
 IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "window_reads_out_of_range"}

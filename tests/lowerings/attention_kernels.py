@@ -11,36 +11,40 @@ from tests.emitted import triton_sources
 LENGTH, DIM = 128, 64
 
 
-def unmasked(table):
-    return lambda q, k, v: flex_attention(q, k, v)
+def unmasked(table, **options):
+    return lambda q, k, v: flex_attention(q, k, v, **options)
 
 
-def causal(table):
+def causal(table, **options):
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, **options)
 
 
-def relative(table):
-    return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + LENGTH])
+def relative(table, **options):
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + LENGTH], **options)
 
 
-def scaled_and_gathered(table):
+def scaled_and_gathered(table, **options):
     document = torch.arange(LENGTH) // 50
 
     def score_mod(s, b, h, i, j):
         return s * table[h, 0] + table[h, document[i] - document[j]]
 
-    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod)
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
 ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
 
 
-def sources(name, dtype=torch.bfloat16, arch=90):
-    """Triton source of the forward and the backward kernel; before 9.0 the backward takes two passes."""
+def sources(name, dtype=torch.bfloat16, arch=90, **options):
+    """Triton source of the forward and the backward kernel; before 9.0 the backward takes two
+    passes and nothing moves by TMA.
+
+    ``options`` are kernel_options.
+    """
     table = torch.zeros(2, 2 * LENGTH, requires_grad=True)
     inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
     with mock.patch.object(compat, "architecture", lambda device: arch):
-        compiled = torch.compile(ATTENTIONS[name](table), backend="gradfuse", fullgraph=True)
-        forward, backward = triton_sources(compiled, *inputs)
+        compiled = torch.compile(ATTENTIONS[name](table, kernel_options=options or None), backend="gradfuse", fullgraph=True)
+        forward, backward = triton_sources(compiled, *inputs, tma=arch >= 90)
     return {"forward": forward, "backward": backward}

@@ -106,49 +106,40 @@ STOCK = {
 def gradients(*kinds):
     """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
     axes = {Kind.SUM: (False, True, False, False)}
-    plans = [
-        Plan(i, None, k, None, axes.get(k, (True,) * 4), False, False, False, False, wide=False) for i, k in enumerate(kinds)
-    ]
+    plans = [Plan(i, None, k, axes.get(k, (True,) * 4), False, False, None, wide=False) for i, k in enumerate(kinds)]
     return CapturedGradients({}, plans=plans)
 
 
 CAPTURED = {
     "unmasked": gradients(),
     "causal": gradients(),
-    "relative": gradients(Kind.SCATTER),
+    "relative": gradients(Kind.STRIP),
     "scaled_and_gathered": gradients(Kind.SUM, Kind.SCATTER),
 }
 
 
-def tiled(source, config):
-    for name, size in dataclasses.asdict(config).items():
-        if name.startswith("block"):
-            source, count = re.subn(
-                rf"{name.upper()} : tl\.constexpr = \d+", f"{name.upper()} : tl.constexpr = {size}", source
-            )
-            assert count == 1
-    return source
+def kernel_options(direction, config):
+    tiles = {n: size for n, size in dataclasses.asdict(config).items() if n.startswith("block")}
+    return {f"{direction}_{name.upper()}": size for name, size in tiles.items()}
+
+
+#: Bytes of stack a thread, where every tile without any was measured to be slower (benchmarks/NOTES.md).
+SPILLS = {("relative", 90, "backward"): 200}
 
 
 @pytest.mark.parametrize("arch", STOCK)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
-    emitted = sources(name, arch=arch)
-    forward, backward = STOCK[arch]
-    score_mod = name not in ("unmasked", "causal")
-    one_pass = "dq_ptrs = DQ + (rows" in emitted["backward"]
-    assert one_pass == (arch >= 90)
-    configs = {
-        "forward": forward_config(
-            forward, arch, score_mod=score_mod, mask_mod=name == "causal", chained_reads=name == "scaled_and_gathered"
-        ),
-        "backward": backward_config(
-            backward, arch, CAPTURED[name], one_pass=one_pass, mask_mod=name == "causal", head_dim=64
-        ),
-    }
-    for direction, config in configs.items():
-        ptx, cubin = build(tmp_path, tiled(emitted[direction], config), arch, config.num_warps, config.num_stages)
-        assert local_memory_bytes(cubin) == 0, (direction, config)
+    stock_forward, stock_backward = STOCK[arch]
+    score_mod, mask_mod, one_pass = name not in ("unmasked", "causal"), name == "causal", arch >= 90
+    chained_reads = name == "scaled_and_gathered"
+    forward = forward_config(stock_forward, arch, score_mod=score_mod, mask_mod=mask_mod, chained_reads=chained_reads)
+    backward = backward_config(stock_backward, arch, CAPTURED[name], one_pass=one_pass, mask_mod=mask_mod, head_dim=64)
+    emitted = sources(name, arch=arch, **kernel_options("fwd", forward), **kernel_options("bwd", backward))
+    assert one_pass == ("dq_tiles.atomic_add" in emitted["backward"])
+    for direction, config in {"forward": forward, "backward": backward}.items():
+        ptx, cubin = build(tmp_path, emitted[direction], arch, config.num_warps, config.num_stages)
+        assert local_memory_bytes(cubin) <= SPILLS.get((name, arch, direction), 0), (direction, config)
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
-    assert bool(adds) == (score_mod or one_pass)
+    assert bool(adds or "cp.reduce.async.bulk" in ptx) == (score_mod or one_pass)
     assert all("f32" in add for add in adds)
