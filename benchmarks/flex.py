@@ -2,6 +2,8 @@
 
 python -m benchmarks.flex                     # every case; writes results/flex.json
 python -m benchmarks.flex --case relpos --dim 64 --compile-only   # fill the compile cache, in parallel with others
+python -m benchmarks.flex --sweep             # lengths, masks, grouped heads, fp16; writes results/flex_sweep.json
+python -m benchmarks.flex --compile-time      # seconds to the first gradient, no caches; writes results/flex_compile.json
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import inductor_ext  # noqa: F401  (registers the backend)
 
-from .runner import Case, deterministic, gradfuse, run_suite, stock
+from .runner import Case, deterministic, gradfuse, run_suite, stock, time_compilation
 
 ScoreMod = Callable[..., Tensor]
+
+#: Cases whose compile time is measured.
+COMPILE_TIMED = ("none", "key", "relpos", "pair_batch")
 
 
 def t5_bucket(distance: Tensor, buckets: int = 32, furthest: int = 128) -> Tensor:
@@ -53,9 +58,17 @@ CASES: dict[str, tuple[Callable[[int, int, int], list[tuple[int, ...]]], Callabl
 }
 
 
-def attention(score_mod: Callable[..., ScoreMod]) -> Callable[..., Tensor]:
+#: Block masks: name -> mask_mod for length S. Documents have S / 8 tokens each.
+MASKS: dict[str, Callable[[int], Callable[..., Tensor]]] = {
+    "causal": lambda S: lambda b, h, q, k: q >= k,
+    "document": lambda S: lambda b, h, q, k: q // (S // 8) == k // (S // 8),
+}
+
+
+def attention(score_mod: Callable[..., ScoreMod], block_mask: BlockMask | None = None) -> Callable[..., Tensor]:
     def function(query: Tensor, key: Tensor, value: Tensor, *tables: Tensor) -> Tensor:
-        return flex_attention(query, key, value, score_mod=score_mod(*tables))
+        grouped = query.shape[1] != key.shape[1]
+        return flex_attention(query, key, value, score_mod=score_mod(*tables), block_mask=block_mask, enable_gqa=grouped)
 
     return function
 
@@ -120,11 +133,50 @@ def make_case(name: str, dim: int, batch: int = 2, heads: int = 16, length: int 
     )
 
 
+def make_variant(
+    name: str, length: int = 4096, *, heads: int = 16, kv_heads: int = 16, dtype: str = "bfloat16", mask: str = "none"
+) -> Case:
+    """A case away from the main table's setting (D=64, batch 2), stock against gradfuse, without errors."""
+    torch.manual_seed(0)
+    shapes, score_mod = CASES[name]
+    options = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    inputs = [torch.randn(2, n, length, 64, **options) for n in (heads, kv_heads, kv_heads)]
+    inputs += [torch.randn(shape, **options) * 0.5 for shape in shapes(2, heads, length)]
+    block_mask = None if mask == "none" else create_block_mask(MASKS[mask](length), None, None, length, length, "cuda")
+    peers = {"stock": stock, "gradfuse": gradfuse}
+    if name == "t5" and length > 8192:
+        del peers["stock"]  # seven seconds a backward
+    parameters = {
+        "dim": 64,
+        "batch": 2,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "length": length,
+        "dtype": dtype,
+        "mask": mask,
+    }
+    return Case(name, parameters, [x.requires_grad_() for x in inputs], attention(score_mod, block_mask), None, peers)
+
+
+def sweep() -> Iterator[Case]:
+    for name in ("key", "relpos", "t5", "pair"):
+        for length in (512, 1024, 2048, 8192, 16384):
+            if name != "pair" or length <= 8192:
+                yield make_variant(name, length)
+    for name in ("none", "key", "relpos"):
+        for mask in MASKS:
+            yield make_variant(name, mask=mask)
+        yield make_variant(name, heads=32, kv_heads=8)
+        yield make_variant(name, dtype="float16")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=list(CASES))
     parser.add_argument("--dim", action="append", type=int)
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compile-time", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
@@ -133,7 +185,13 @@ def main() -> None:
             for name in arguments.case or CASES:
                 yield make_case(name, dim)
 
-    run_suite("flex", cases(), compile_only=arguments.compile_only, out=arguments.out)
+    if arguments.compile_time:
+        warm_up = make_case("none", 32, length=128)
+        time_compilation("flex_compile", warm_up, (make_case(name, 64) for name in COMPILE_TIMED), out=arguments.out)
+    elif arguments.sweep:
+        run_suite("flex_sweep", sweep(), compile_only=arguments.compile_only, out=arguments.out)
+    else:
+        run_suite("flex", cases(), compile_only=arguments.compile_only, out=arguments.out)
 
 
 if __name__ == "__main__":

@@ -13,3 +13,7 @@ wait
 arguments=()
 for case in "$@"; do arguments+=(--case "$case"); done
 python3 -m "benchmarks.$suite" "${arguments[@]}" --out "$out/$suite.json" 2>&1 | grep '^{'
+if [ "$suite" = flex ]; then
+  TRITON_CACHE_DIR=$(mktemp -d) python3 -m benchmarks.flex --compile-time --out "$out/flex_compile.json" 2>&1 | grep '^{'
+  python3 -m benchmarks.flex --sweep --out "$out/flex_sweep.json" 2>&1 | grep '^{'
+fi

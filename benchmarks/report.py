@@ -63,6 +63,32 @@ def flex_table() -> str:
     return "\n".join(lines)
 
 
+def flex_sweep_table() -> str:
+    result, compiled = load("flex_sweep"), load("flex_compile")
+    lines = [
+        f"{provenance(result)} D=64, batch 2; milliseconds.",
+        "",
+        "| score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for r in result["rows"]:
+        heads = f"{r['heads']}/{r['kv_heads']}"
+        rows.setdefault((r["case"], r["length"], heads, r["mask"], r["dtype"]), {})[r["peer"]] = r
+    for setting, peers in rows.items():
+        times = [
+            cell(peers[p], key) if p in peers else "–"
+            for key in ("forward_ms", "backward_ms")
+            for p in ("stock", "gradfuse")
+        ]
+        lines.append(f"| {' | '.join(map(str, setting))} | {' | '.join(times)} |")
+    seconds: dict[str, dict[str, float]] = {}
+    for r in compiled["rows"]:
+        seconds.setdefault(r["case"], {})[r["peer"]] = r["compile_s"]
+    pairs = (f"{case} {s['stock']:.1f} / {s['gradfuse']:.1f}" for case, s in seconds.items())
+    return "\n".join([*lines, "", f"Seconds to the first gradient without caches, stock / gradfuse: {', '.join(pairs)}."])
+
+
 def flex_cpu_table() -> str:
     result = load("flex_cpu")
     lines = [
@@ -110,7 +136,7 @@ def flex_plot(path: Path) -> None:
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, content in (("flex", flex_table()), ("flex_cpu", flex_cpu_table())):
+    for name, content in (("flex", flex_table()), ("flex_sweep", flex_sweep_table()), ("flex_cpu", flex_cpu_table())):
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
         text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
         assert count == 1, name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,3 +131,30 @@ def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, o
     if not compile_only:
         path = out or RESULTS / f"{name}.json"
         path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+def time_compilation(name: str, warm_up: Case, cases: Iterable[Case], *, out: Path | None = None) -> None:
+    """Seconds from ``torch.compile`` to the first gradient without any cache; write ``results/<name>.json``.
+
+    ``warm_up`` is compiled first and not recorded: whoever comes first starts worker processes and the GPU.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    rows = []
+    with inductor_config.patch(force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
+        for number, case in enumerate([warm_up, *cases]):
+            leaves = [x for x in case.inputs if x.requires_grad]
+            for peer in ("stock", "gradfuse"):
+                torch._dynamo.reset()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                out_tensor = case.peers[peer](case.function)(*case.inputs)
+                torch.autograd.grad(out_tensor.sum(), leaves)
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+                if number:
+                    rows.append({"case": case.name, **case.parameters, "peer": peer, "compile_s": seconds})
+                    print(json.dumps(rows[-1]), flush=True)
+    path = out or RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")

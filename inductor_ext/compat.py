@@ -226,6 +226,13 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     return box
 
 
+def add_in_order(target: Any, place: Any, values: Any) -> Any:
+    """``target[place] += values`` by ATen's sorted index_put, whose order of additions is fixed; ``target`` is changed."""
+    operands = [ir.ExternKernel.realize_input(x) for x in (place, values)]
+    ir.IndexPutFallback(torch.ops.aten.index_put_.default, target, [operands[0]], operands[1], True)
+    return target
+
+
 def realize(nodes: Sequence[Any]) -> list[Any]:
     """Give every IR node of the list a buffer with a frozen layout; None and symbolic integers pass through."""
     out = [realize_inputs(_by_pointer(x)) if isinstance(x, ir.IRNode) else x for x in nodes]

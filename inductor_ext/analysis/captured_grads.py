@@ -146,7 +146,21 @@ def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
 
 def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]:
     """Which of b, h, q, k the indices of a contribution depend on; along the others its values may be summed first."""
-    score, b, h, q, k, grad, *_ = module.graph.find_nodes(op="placeholder")
+    positions = module.graph.find_nodes(op="placeholder")[1:SCORE_MOD_INPUTS]
+    reached = _reached(contribution)
+    # An index made of the score or of its gradient differs everywhere.
+    everywhere = depends_on_score(module, contribution)
+    return tuple(everywhere or position in reached for position in positions)
+
+
+def depends_on_score(module: GraphModule, contribution: Contribution) -> bool:
+    """Whether the indices of a contribution are made of the score or of its gradient."""
+    score, *_, grad = module.graph.find_nodes(op="placeholder")[:JOINT_INPUTS]
+    return not _reached(contribution).isdisjoint((score, grad))
+
+
+def _reached(contribution: Contribution) -> set[Node]:
+    """All that the indices of a contribution are computed from."""
     reached: set[Node] = set()
     stack = [i for i in contribution.indices if isinstance(i, Node)]
     while stack:
@@ -154,6 +168,4 @@ def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]
         if node not in reached:
             reached.add(node)
             stack.extend(node.all_input_nodes)
-    # An index made of the score or of its gradient differs everywhere.
-    everywhere = score in reached or grad in reached
-    return tuple(everywhere or position in reached for position in (b, h, q, k))
+    return reached

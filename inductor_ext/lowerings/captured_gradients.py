@@ -19,11 +19,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .. import compat
 from ..analysis.bounds import extents_of
-from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, returning
+from ..analysis.captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, depends_on_score, returning
 from ..analysis.diagonals import STRIP_ROWS, strip_shape
 from ..compat import FlexBlockMask, lowerings
 from . import deterministic_gradients as deterministic
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
 
 class NotInOrder(Exception):
-    """A contribution whose place is neither plain positions nor a diagonal, so that only atomics can reduce it."""
+    """A contribution whose place depends on the score itself, so that only atomics in the kernel can reduce it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Plan:
     """One contribution: how it goes to memory.
 
     owner: which captured tensor it belongs to. axes: which of b, h, q, k its place depends on. plain: the place is
-    positions and constants. checked: it may be out of bounds. table: what the tensor is, where it is read by
-    tile. wide: the tensor has four bytes an element or more.
+    positions and constants. checked: it may be out of bounds. table: what the tensor is, where it is read by tile. wide:
+    the tensor has four bytes an element or more. address: computes the place, where a workspace is scattered afterwards.
     """
 
     owner: int
@@ -67,6 +67,7 @@ class Plan:
     checked: bool
     table: TileTable | None
     wide: bool
+    address: GraphModule | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -215,18 +216,20 @@ class CapturedGradients:
             if plans and plans[0][0].kind is Kind.STRIP:
                 total = lowerings[aten.reshape](_fold(buffer, plans[0][0].table, self.lengths), tensor.get_size())
             for plan, target in plans if plans and plans[0][0].kind is Kind.PARTIAL else ():
-                part = self._in_order(plan, target, tensor)
+                part = self._in_order(plan, target, tensor, tensors)
                 total = part if total is None else lowerings[aten.add](total, part)
             convert = lowerings[torch.ops.prims.convert_element_type]
             results.append(None if total is None else convert(total, tensor.get_dtype()))
         return tuple(results)
 
-    def _in_order(self, plan: Plan, target: Any, tensor: Any) -> Any:
+    def _in_order(self, plan: Plan, target: Any, tensor: Any, tensors: Sequence[Any]) -> Any:
         """The gradient that a workspace of partial sums adds up to."""
         if plan.diagonal:
             return deterministic.summed_diagonals(target, plan.axes)
         total = deterministic.summed(target, plan.axes)
-        return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
+        if plan.plain:
+            return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
+        return deterministic.scattered(total, plan.axes, plan.address, tensors, tensor.get_size())
 
 
 def plan_gradients(
@@ -258,12 +261,16 @@ def plan_gradients(
                 kind = Kind.STORE
             elif in_order:
                 kind = Kind.PARTIAL
-                if not plain and (table is None or table.kind is TableKind.PAIR):
+                if depends_on_score(joint.module, contribution):
                     raise NotInOrder
             else:
                 kind = _added(table, axes, tma_allowed, result.lengths)
             wide = tensor.get_dtype().itemsize >= 4
-            result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide))
+            address = None
+            if kind is Kind.PARTIAL and not plain:
+                address, _ = subgraphs.address(joint.module, contribution, shape, result.ranges)
+                subgraphs.clamp_reads(address, extents_of(address, common.extents(node), first=1))
+            result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide, address))
     return result
 
 

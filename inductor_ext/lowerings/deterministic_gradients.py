@@ -7,7 +7,8 @@
     both                        [B, H, Q, K]                     the same
     a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles
 
-The place must be a plain position in every dim (``t[h, k]``, constants allowed) or, for a hoisted diagonal, the distance.
+Where the place is more than a position in every dim (``t[h, k]``, constants allowed) or a hoisted diagonal's distance,
+ATen's sorted ``index_put`` scatters the sums to it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv
 
 from .. import compat
 from ..analysis.captured_grads import Contribution
 from ..compat import lowerings
+from . import subgraphs
 
 aten = torch.ops.aten
 
@@ -71,6 +74,30 @@ def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shap
             total = lowerings[aten.unsqueeze](total, dim)
             padding = [start, size - 1 - start, *padding]
     return lowerings[aten.constant_pad_nd](total, padding, 0.0) if any(p != 0 for p in padding) else total
+
+
+def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
+    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``, each element at the place that ``address`` computes for it.
+
+    ``address`` returns ``(offset, in_bounds)`` of b, h, q and k (subgraphs.address); it is run over all of them at once.
+    """
+    size = iter(total.get_size())
+    device = total.get_device()
+    kept = [next(size) if used else 1 for used in axes]
+    positions = []
+    for axis, n in enumerate(kept):
+        iota = lowerings[torch.ops.prims.iota](n, start=0, step=1, dtype=torch.int32, device=device, requires_grad=False)
+        positions.append(lowerings[aten.reshape](iota, [n if a == axis else 1 for a in range(4)]))
+    nothing = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=device)
+    offset, inside = subgraphs.over_tensors(address, [nothing, *positions, nothing, *captured], device)
+    numel = sympy.prod(list(kept))
+    offset, inside, total = (lowerings[aten.expand](x, kept) for x in (offset, inside, lowerings[aten.reshape](total, kept)))
+    zero = lowerings[aten.full]([], 0, dtype=torch.int64, device=device)
+    offset = lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero)
+    total = lowerings[aten.where](inside, total, nothing)
+    flat = compat.full([sympy.prod(list(shape))], 0, torch.float32, device)
+    places, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
+    return lowerings[aten.reshape](compat.add_in_order(flat, places, values), list(shape))
 
 
 def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:

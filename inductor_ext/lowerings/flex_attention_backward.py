@@ -76,8 +76,8 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
         except NotInOrder:
             raise RuntimeError(
                 "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
-                f"score_mod can only be accumulated with atomics ({where}): its index depends on query and key together. "
-                "Detach the tensor, index it with plain positions, or compile without deterministic."
+                f"score_mod can only be accumulated with atomics ({where}): its index depends on the score. "
+                "Detach the tensor, index it with positions, or compile without deterministic."
             ) from None
 
     return flex_attention_backward

@@ -183,6 +183,24 @@ def address(
     return graph_module, checked
 
 
+class _OverTensors(torch.fx.Interpreter):
+    """Runs an FX graph on Inductor's tensors, in the graph that is being lowered."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return V.graph.call_function(target, args, kwargs)
+
+    def get_attr(self, target: str, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return lowerings[aten.full]([], value.item(), dtype=value.dtype, device=self.device)
+
+
+def over_tensors(module: GraphModule, inputs: Sequence[Any], device: torch.device) -> Any:
+    """What ``module`` computes, for whole tensors in place of the scalars that it was traced with."""
+    interpreter = _OverTensors(module)
+    interpreter.device = device
+    return interpreter.run(*inputs)
+
+
 def _device(node: Node) -> torch.device:
     return node.meta["val"].device
 
@@ -212,6 +230,7 @@ __all__ = [
     "is_identity",
     "is_wide",
     "mask_placeholders",
+    "over_tensors",
     "score_placeholders",
     "shape_of",
 ]

@@ -47,23 +47,15 @@ def test_half_precision_matches_float64(case):
     dataclasses.replace(case, dtype=torch.bfloat16, dim=64).check("cuda", seeds=8)
 
 
-#: Learned tables whose place depends on query and key together, in no way that is a diagonal: only atomics reduce those.
-NOT_IN_ORDER = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
-
-
 @pytest.mark.parametrize("case", BIASES + REFUSED, ids=lambda c: c.name)
 def test_deterministic(case):
-    """Right, and bitwise equal over ten runs; refused where it cannot be."""
+    """Right, and bitwise equal over ten runs."""
     case = dataclasses.replace(case, dtype=torch.bfloat16, dim=64)
     inputs, tables = case.make("cuda")
     compiled = torch.compile(case.function(tables, "cuda"), backend="gradfuse", options={"deterministic": True})
     leaves = [x for x in (*inputs, *tables.values()) if x.requires_grad]
     out = compiled(*inputs)
     grad = torch.randn_like(out)
-    if case.name in NOT_IN_ORDER:
-        with pytest.raises(Exception, match="only be accumulated with atomics"):
-            torch.autograd.grad(out, leaves, grad)
-        return
     first = torch.autograd.grad(out, leaves, grad, retain_graph=True, allow_unused=True)
     for _ in range(9):
         again = torch.autograd.grad(compiled(*inputs), leaves, grad, allow_unused=True)

@@ -42,6 +42,7 @@ def test_by_tma_matches_float64(case, one_pass):
 #: Every shape of workspace, with masks and lengths that end within a tile.
 IN_ORDER = {"causal", "odd_length", "gqa", "head_scale", "key_bias", "query_scale", "pair", "pair_batch", "antidiagonal"}
 IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "window_reads_out_of_range"}
+IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
 @pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in IN_ORDER], ids=lambda c: c.name)
