@@ -1,7 +1,8 @@
 """Expressions of a score_mod that depend on less than a (query, key) pair, computed once outside the kernel.
 
 On Dynamo's graph, before autograd: a score-free subexpression whose footprint (analysis/footprints.py) is a row, a column, a
-diagonal or none at all becomes an fp32 table made by ordinary torch ops, which the score_mod reads at a canonical index.
+diagonal, a small pair or none at all becomes an fp32 table made by ordinary torch ops, which the score_mod reads at a
+canonical index.
 Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K values a head, not Q * K.
 
     footprint     table                     read as
@@ -10,6 +11,7 @@ Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K val
     column        [B?, H?, K]               t[b, h, k]
     diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, of lookups or dear functions)
 
 Rules, in this order:
     a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
@@ -45,7 +47,11 @@ NAME = "hoisting"
 _SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
 #: Ops that cost a kernel more than reading a table does.
 _DEAR = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
-_DIAGONALS = (Positions.DIAGONAL, Positions.ANTIDIAGONAL)
+#: Footprints that cost a table of their own, so that cheap arithmetic on what is read already stays in the kernel.
+_WIDE = (Positions.DIAGONAL, Positions.ANTIDIAGONAL, Positions.PAIR)
+#: Elements of the largest table of pairs that is made (16 MB, which stays in a GPU's L2). Such a table costs a read of H·Q·K
+#: elements and the gradient's tiles; the expression in the kernel costs B·H·Q·K lookups, and as many atomics backward.
+LARGEST_PAIR_TABLE = 2**22
 
 
 def rewrite(gm: GraphModule, own: Options) -> None:
@@ -162,7 +168,7 @@ class _Hoist:
             terms = self._terms(root)
             groups: dict[Positions, list[tuple[int, Node]]] = {}
             for sign, n in terms:
-                if isinstance(n, Node) and self._hoistable(n) and self._reads_tables(n):
+                if isinstance(n, Node) and self._mergeable(n):
                     groups.setdefault(self.footprints[n].positions, []).append((sign, n))
             if Positions.NONE in groups and len(groups) > 1:
                 none = groups.pop(Positions.NONE)
@@ -199,20 +205,30 @@ class _Hoist:
             and footprint is not None
             and not footprint.unknown
             and not footprint.score
-            and footprint.positions is not Positions.PAIR
+            and (footprint.positions is not Positions.PAIR or self._small(footprint))
             and value is not None
             and value.dim() == 0
             and value.is_floating_point()
         )
 
+    def _mergeable(self, node: Node) -> bool:
+        """Whether a term of a sum may share a table; a plain pair is better read where it is."""
+        if not self._hoistable(node) or not self._reads_tables(node):
+            return False
+        return self.footprints[node].positions is not Positions.PAIR or self._worth_hoisting(node)
+
+    def _small(self, footprint: Footprint) -> bool:
+        """Whether a table of pairs is small enough to be made."""
+        elements = self.tables.elements(footprint)
+        return elements is not None and elements <= LARGEST_PAIR_TABLE
+
     def _worth_hoisting(self, node: Node) -> bool:
         if not self._hoistable(node) or not self._reads_tables(node) or self._plain_read(node) or node in self.reads:
             return False
-        if self.footprints[node].positions not in _DIAGONALS:
+        if self.footprints[node].positions not in _WIDE:
             return True
-        cone = list(self._cone(node))
-        looked_up = any(self._is_read(n) and self.footprints[n].positions in _DIAGONALS for n in cone)
-        return looked_up or any(name_of(n) in _DEAR and self.footprints[n].positions in _DIAGONALS for n in cone)
+        wide = [n for n in self._cone(node) if self.footprints[n].positions in _WIDE]
+        return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _DEAR for n in wide)
 
     def _plain_read(self, node: Node) -> bool:
         """Whether a node is already ``table[positions and constants]``."""

@@ -73,7 +73,7 @@ class Tables:
     def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
         """The axes of a table, and its bytes where the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
-        along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"]}
+        along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"], Positions.PAIR: ["Q", "K"]}
         axes = [*names, *along.get(footprint.positions, ["Q + K - 1"])] or ["1"]
         if not all(isinstance(n, int) for n in shape):
             return f"[{', '.join(axes)}]"
@@ -88,25 +88,38 @@ class Tables:
             return value
         return self.outer.call_method("size", (self.query if of == "query" else self.key, dim))
 
+    def _shape(self, footprint: Footprint) -> list[Any]:
+        """The shape of a footprint's table; sizes that are not known are nodes of the outer graph."""
+        queries, keys = self._size("query", 2), self._size("key", 2)
+        lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
+        along = {
+            Positions.NONE: [],
+            Positions.ROW: [queries],
+            Positions.COLUMN: [keys],
+            Positions.PAIR: [queries, keys],
+        }.get(footprint.positions)
+        if along is None:
+            along = [self._arithmetic(operator.sub, self._arithmetic(operator.add, queries, keys), 1)]
+        return [*lengths, *along] or [1]
+
     def _grid(self, footprint: Footprint) -> tuple[Any, ...]:
         """The outer nodes of b, h, q, k over the table, and the table's shape."""
         if footprint not in self._grids:
-            queries, keys = self._size("query", 2), self._size("key", 2)
-            lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
-            both = self._arithmetic(operator.sub, self._arithmetic(operator.add, queries, keys), 1)
-            along = {Positions.NONE: None, Positions.ROW: queries, Positions.COLUMN: keys}.get(footprint.positions, both)
-            shape = [*lengths, *([] if along is None else [along])] or [1]
-            axis = iter(range(len(shape)))
-            b = self._range(next(axis), shape) if footprint.batch else None
-            h = self._range(next(axis), shape) if footprint.head else None
-            q = k = None
-            if along is not None:
-                q, k = self._positions(footprint.positions, self._range(next(axis), shape), queries, keys)
+            shape = self._shape(footprint)
+            axes = [self._range(axis, shape) for axis in range(len(shape))]
+            b = axes.pop(0) if footprint.batch else None
+            h = axes.pop(0) if footprint.head else None
+            q, k = self._positions(footprint.positions, axes, self._size("query", 2), self._size("key", 2))
             self._grids[footprint] = (b, h, q, k, tuple(shape))
         return self._grids[footprint]
 
-    def _positions(self, positions: Positions, along: Node, queries: Any, keys: Any) -> tuple[Any, Any]:
-        """The query and the key that stand for each element along the last axis of a table."""
+    def _positions(self, positions: Positions, axes: list[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
+        """The query and the key that stand for each element along the last axis of a table (the last two of a pair)."""
+        if positions is Positions.NONE:
+            return None, None
+        if positions is Positions.PAIR:
+            return axes[0], axes[1]
+        (along,) = axes
         if positions is Positions.ROW:
             return along, None
         if positions is Positions.COLUMN:
@@ -175,6 +188,11 @@ class Tables:
         last = self._arithmetic(operator.sub, size, 1)
         return self.outer.call_method("clamp", (index,), {"min": 0, "max": last})
 
+    def elements(self, footprint: Footprint) -> int | None:
+        """How many elements the table of a footprint would have; None where lengths are dynamic."""
+        lengths = [n for x in (self.query, self.key) for n in fake_tensor(x).shape]
+        return math.prod(self._shape(footprint)) if all(isinstance(n, int) for n in lengths) else None
+
     # ------------------------------------------------ inside: the read
 
     def _index(self, footprint: Footprint) -> tuple[Any, ...]:
@@ -182,6 +200,8 @@ class Tables:
         heads = [b] * footprint.batch + [h] * footprint.head
         if footprint.positions is Positions.NONE:
             return tuple(heads) or (0,)
+        if footprint.positions is Positions.PAIR:
+            return (*heads, q, k)
         if footprint.positions in (Positions.ROW, Positions.COLUMN):
             return (*heads, q if footprint.positions is Positions.ROW else k)
         distance = self.inner.call_function(

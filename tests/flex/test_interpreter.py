@@ -49,3 +49,14 @@ IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 def test_deterministic_matches_float64(case):
     with triton_on_cpu():
         case.check("cpu", options={"deterministic": True})
+
+
+#: Lookups by query and key together, which are hoisted when they are small; left in the kernel they are gathers and scatters.
+IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["atomics", "deterministic"])
+@pytest.mark.parametrize("case", [c for c in BIASES + REFUSED if c.name in IN_THE_KERNEL], ids=lambda c: c.name)
+def test_lookups_in_the_kernel_match_float64(case, options):
+    with triton_on_cpu():
+        case.check("cpu", options={"disable": ["hoisting"], **options})

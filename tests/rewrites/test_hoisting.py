@@ -2,6 +2,7 @@
 
 import copy
 import re
+import unittest.mock
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ graph():
     %add_1 : [num_users=1] = call_function[target=operator.add](args = (%child, %getitem_1))
     return add_1""",
         )
+
+    def test_a_small_lookup_of_pairs_becomes_a_table_and_a_large_one_stays(self):
+        t = table(2, 9, 9)
+        window = lambda s, b, h, q, k: s + t[h, q // 3 - k // 3 + 4, q % 3 - k % 3 + 4]  # noqa: E731
+        self.assertIn("[H, Q, K] of 512 bytes", hoisted(window)["notes"])
+        with unittest.mock.patch("inductor_ext.rewrites.hoisting.LARGEST_PAIR_TABLE", 127):
+            self.assertEqual(hoisted(window)["notes"], "")
+
+    def test_a_plain_pair_is_read_where_it_is(self):
+        t, u = table(2, LENGTH, LENGTH), table(1, 2, LENGTH, LENGTH)
+        self.assertEqual(hoisted(lambda s, b, h, q, k: s + t[h, q, k] + u[b, h, q, k])["notes"], "")
 
     def test_terms_of_one_footprint_share_a_table(self):
         t, u = table(2, LENGTH), table(LENGTH)
