@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import dense_attention, hoisting, score_mods
+from .rewrites import dense_attention, hoisting, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -55,10 +55,20 @@ def _option_key(own: Options) -> str:
     return f"{own.deterministic},{own.strict},{sorted(own.disable)}"
 
 
-def _with_cache_key(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
-    slot = "post_grad_custom_pre_pass"
-    users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
-    return {**patches, slot: _CacheKey(own, users)}
+class _OnJointGraph(_CacheKey):
+    """Our rewrites of the joint graph (of the whole graph, in inference), before stock's, after the user's own pass."""
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        scatters.rewrite(graph, self.own)
+
+
+def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
+    patched = dict(patches)
+    for slot, ours in (("post_grad_custom_pre_pass", _CacheKey), ("joint_custom_pre_pass", _OnJointGraph)):
+        users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
+        patched[slot] = ours(own, users)
+    return patched
 
 
 def _inner_compile(own: Options) -> Callable[..., Any]:
@@ -95,7 +105,7 @@ def gradfuse(
         gm,
         example_inputs,
         inner_compile=_inner_compile(own),
-        config_patches=_with_cache_key(own, patches),
+        config_patches=_with_passes(own, patches),
     )
 
 

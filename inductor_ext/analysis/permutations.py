@@ -1,0 +1,172 @@
+"""Which index tensors of an FX graph hold a permutation, every row equally often, or no value twice.
+
+A proof from the graph alone: the joint graph of AOTAutograd is functional, so whatever overwrites a part of an index makes a
+new node, of which nothing is known. Everything here is about the *values* of an integer tensor, flattened:
+
+    permutation   each of 0 .. n-1 once           sort and argsort indices, randperm, arange, flips, compositions, inverses
+    repeated      each of 0 .. n/k-1 k times      ``permutation // k``
+    injective     no value twice                  parts of permutations, topk indices
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..compat import statically_known_true
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Ops that keep every value and their order (flattened).
+_SAME_VALUES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_CASTS = {aten._to_copy.default, prims.convert_element_type.default}
+_SORTS = {aten.sort.default, aten.sort.stable}
+_DIVISIONS = {aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """``permutation // times``: the node of the permutation of ``length`` values, and how often each row comes."""
+
+    permutation: Node
+    length: Any
+    times: Any
+
+
+def _size(node: Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def numel(node: Node) -> Any:
+    """The number of elements of a node's tensor, an int or a symbolic one."""
+    total: Any = 1
+    for n in _size(node):
+        total = total * n
+    return total
+
+
+def _is_flat(shape: tuple[Any, ...]) -> bool:
+    """Whether at most one dim is longer than 1."""
+    return sum(not statically_known_true(n == 1) for n in shape) <= 1
+
+
+def _same(a: Any, b: Any) -> bool:
+    return statically_known_true(a == b)
+
+
+def same_values(node: Node) -> Node:
+    """The node that ``node`` is a view, copy or wide enough integer cast of, flattened order kept."""
+    while True:
+        if node.target in _SAME_VALUES or (node.target in _CASTS and _keeps_integers(node)):
+            node = node.args[0]
+        else:
+            return node
+
+
+def _keeps_integers(cast: Node) -> bool:
+    """Whether an integer cast keeps every index: a narrower type must count as far as there are elements."""
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    if any(d.is_floating_point or d.is_complex or d is torch.bool for d in (before, after)):
+        return False
+    return after.itemsize >= before.itemsize or statically_known_true(numel(cast) <= torch.iinfo(after).max)
+
+
+def is_permutation(node: Node) -> bool:
+    """Whether the values of ``node``, flattened, are 0 .. numel-1 in some order."""
+    node = same_values(node)
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if sorted_tensor(node) is not None or node.target is aten.randperm.default:
+        return True
+    if node.target in (aten.argsort.default, aten.argsort.stable):
+        return _is_flat(_size(node))
+    if _is_iota(node):
+        return True
+    if node.target in (aten.flip.default, prims.rev.default):
+        return is_permutation(node.args[0])
+    if node.target is aten.index.Tensor:
+        table, (index, *others) = node.args
+        whole = isinstance(index, Node) and not others and len(_size(table)) == 1
+        return whole and _same(numel(table), numel(index)) and is_permutation(table) and is_permutation(index)
+    return stored_inverse(node) is not None
+
+
+def _is_iota(node: Node) -> bool:
+    if node.target is prims.iota.default:
+        return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
+    return node.target is aten.arange.default and len(node.args) == 1
+
+
+def sorted_tensor(node: Node) -> Node | None:
+    """What ``node`` holds the sorting permutation of: it is result 1 of a sort over all elements."""
+    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in _SORTS:
+        return None
+    return node.args[0].args[0] if _is_flat(_size(node)) else None
+
+
+def stored_inverse(node: Node) -> Node | None:
+    """The permutation that ``node`` is the inverse of, made by storing an arange (or a permutation) at its places.
+
+    ``empty[p] = arange(n)``: every element is overwritten, since p names each place once.
+    """
+    if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
+        base, indices, values, *accumulate = node.args
+        if any(accumulate) or len(indices) != 1 or not isinstance(indices[0], Node):
+            return None
+        place = indices[0]
+    elif node.target is aten.scatter.src:
+        base, _, place, values = node.args
+    else:
+        return None
+    one_dim = isinstance(values, Node) and len(_size(base)) == 1 == len(_size(values))
+    if one_dim and _same(numel(base), numel(place)) and _same(numel(values), numel(place)):
+        return place if is_permutation(place) and is_permutation(values) else None
+    return None
+
+
+def repeated(node: Node) -> Repeated | None:
+    """Proof that ``node`` is ``permutation // k`` (k = 1: the permutation itself)."""
+    node = same_values(node)
+    if is_permutation(node):
+        return Repeated(node, numel(node), 1)
+    if node.target not in _DIVISIONS or not isinstance(node.args[0], Node):
+        return None
+    floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
+    whole = not node.meta["val"].dtype.is_floating_point
+    inner = same_values(node.args[0])
+    divisor = node.args[1].meta.get("val") if isinstance(node.args[1], Node) else node.args[1]
+    if not (floor and whole) or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
+        return None
+    return Repeated(inner, numel(inner), divisor) if statically_known_true(divisor > 0) else None
+
+
+def is_injective(node: Node) -> bool:
+    """Whether no value of ``node``, flattened, comes twice."""
+    node = same_values(node)
+    if is_permutation(node):
+        return True
+    if node.target is aten.slice.Tensor:
+        return is_injective(node.args[0])
+    if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target is aten.topk.default:
+        return _is_flat(_size(node)) and _is_flat(_size(node.args[0].args[0]))
+    if node.target is aten.index.Tensor:
+        table, (index, *others) = node.args
+        whole = isinstance(index, Node) and not others and len(_size(table)) == 1
+        return whole and is_injective(table) and is_injective(index)
+    return False

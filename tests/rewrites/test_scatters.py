@@ -1,0 +1,158 @@
+"""Gradients of gathers, and scatter-adds, in half precision: as exact as fp32 sums rounded once, on every path."""
+
+import pytest
+import torch
+
+import inductor_ext
+from tests.flex.case import relative_error
+
+TOKENS, TOPK, WIDTH = 48, 4, 24
+
+
+def routing(seed=0):
+    """A flat argsort of the chosen experts, as routers make it."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(0, 6, (TOKENS, TOPK), generator=generator)
+    return chosen.view(-1)
+
+
+def permute(x, chosen):
+    return x[chosen.argsort(stable=True) // TOPK]
+
+
+def permute_by_sort_int32(x, chosen):
+    return x[chosen.sort().indices.int() // TOPK]
+
+
+def permute_by_index_select(x, chosen):
+    return x.index_select(0, chosen.argsort() // TOPK)
+
+
+def permute_by_gather(x, chosen):
+    places = (chosen.argsort() // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    return torch.gather(x, 0, places)
+
+
+def permutation(x, chosen):
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort()]
+
+
+def inverse_permutation(x, chosen):
+    order = chosen.argsort()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel())
+    return x.repeat_interleave(TOPK, 0)[inverse]
+
+
+def double_argsort(x, chosen):
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort().argsort()]
+
+
+def part_of_a_permutation(x, chosen):
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort()[10:90]]
+
+
+def combine(x, chosen):
+    order = chosen.argsort() // TOPK
+    y = x.repeat_interleave(TOPK, 0) * torch.linspace(0, 1, TOKENS * TOPK).unsqueeze(1).to(x.dtype)
+    return torch.zeros_like(x).index_add(0, order, y)
+
+
+def combine_by_scatter_add(x, chosen):
+    places = (chosen.argsort() // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    return torch.zeros_like(x).scatter_add(0, places, x.repeat_interleave(TOPK, 0))
+
+
+def few_hot_rows(x, chosen):
+    return x[:6][chosen]
+
+
+def overwritten_order(x, chosen):
+    order = chosen.argsort()
+    order[3:9] = order[0]
+    return x[order // TOPK]
+
+
+def two_uses(x, chosen):
+    return x[chosen] * 2 + x[chosen.flip(0)] * 3
+
+
+def wrong_row_count(x, chosen):
+    return x[chosen.argsort() // (2 * TOPK)]
+
+
+def two_indices(x, chosen):
+    return x[chosen, chosen % WIDTH]
+
+
+def negative_indices(x, chosen):
+    return x[chosen - TOKENS]
+
+
+GATHERS = [permute, permute_by_sort_int32, permute_by_index_select, permute_by_gather]
+PLAIN = [permutation, inverse_permutation, double_argsort]
+SUMS = [combine, combine_by_scatter_add]
+UNPROVEN = [few_hot_rows, overwritten_order, two_uses, wrong_row_count, two_indices, negative_indices]
+PATHS = {
+    **{f: {"gather"} for f in (*GATHERS, *PLAIN, *SUMS)},
+    part_of_a_permutation: {"store"},
+    **{f: {"fp32"} for f in UNPROVEN},
+}
+
+
+def gradients(function, x, chosen, weight):
+    x = x.detach().requires_grad_()
+    out = function(x, chosen)
+    return out, torch.autograd.grad((out.float() * weight).sum() if out.dtype != torch.float64 else (out * weight).sum(), x)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", PATHS, ids=lambda f: f.__name__)
+def test_as_exact_as_fp32_rounded_once(function, dtype):
+    torch.manual_seed(0)
+    x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
+    weight = torch.randn(function(x, chosen).shape).to(dtype).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
+    with inductor_ext.report.collect() as report:
+        out, got = gradients(compiled, x, chosen, weight)
+    assert {d.path for d in report.decisions if d.pass_name == "scatters"} == PATHS[function]
+    want_out, want = gradients(function, x.double(), chosen, weight.double())
+    _, once = gradients(function, x.float(), chosen, weight)
+    assert got.dtype == dtype
+    assert relative_error(got, want) <= 1.05 * relative_error(once.to(dtype), want)
+    assert relative_error(out, want_out) <= 1.05 * relative_error(function(x.float(), chosen).to(dtype), want_out)
+
+
+def test_can_be_disabled():
+    x, chosen = torch.randn(TOKENS, WIDTH).bfloat16(), routing()
+    torch._dynamo.reset()
+    compiled = torch.compile(permute, backend="gradfuse", options={"disable": ["scatters"]})
+    with inductor_ext.report.collect() as report:
+        gradients(compiled, x, chosen, torch.ones(TOKENS * TOPK, WIDTH))
+    assert not report.decisions
+
+
+@pytest.mark.parametrize("function", [permute, few_hot_rows], ids=lambda f: f.__name__)
+def test_dynamic_lengths(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="gradfuse", fullgraph=True, dynamic=True)
+    for tokens in (20, 33):
+        torch.manual_seed(tokens)
+        x, chosen = torch.randn(tokens, WIDTH).bfloat16(), torch.randint(0, 6, (tokens * TOPK,))
+        weight = torch.randn(function(x, chosen).shape).bfloat16().float()
+        _, got = gradients(compiled, x, chosen, weight)
+        _, want = gradients(function, x.double(), chosen, weight.double())
+        _, once = gradients(function, x.float(), chosen, weight)
+        assert relative_error(got, want) <= 1.05 * relative_error(once.bfloat16(), want)
+
+
+def test_empty_index():
+    torch._dynamo.reset()
+    x = torch.randn(5, 3).bfloat16()
+    _, got = gradients(
+        torch.compile(lambda x, i: x[i], backend="gradfuse"), x, torch.zeros(0, dtype=torch.int64), torch.ones(0, 3)
+    )
+    assert torch.equal(got, torch.zeros_like(x))
