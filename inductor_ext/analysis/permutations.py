@@ -61,9 +61,14 @@ def numel(node: Node) -> Any:
     return total
 
 
-def _is_flat(shape: tuple[Any, ...]) -> bool:
-    """Whether at most one dim is longer than 1."""
-    return sum(not statically_known_true(n == 1) for n in shape) <= 1
+def _orders_all(call: Node) -> bool:
+    """Whether a sort, argsort or topk runs over all elements of its input at once."""
+    tensor, dim = call.args[0], call.kwargs.get("dim", -1)
+    at = 2 if call.target is aten.topk.default else 1
+    if call.target not in (aten.sort.stable, aten.argsort.stable) and len(call.args) > at:
+        dim = call.args[at]
+    shape = _size(tensor)
+    return not shape or _same(shape[dim], numel(tensor))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -95,7 +100,7 @@ def is_permutation(node: Node) -> bool:
     if sorted_tensor(node) is not None or node.target is aten.randperm.default:
         return True
     if node.target in (aten.argsort.default, aten.argsort.stable):
-        return _is_flat(_size(node))
+        return _orders_all(node)
     if _is_iota(node):
         return True
     if node.target in (aten.flip.default, prims.rev.default):
@@ -117,7 +122,7 @@ def sorted_tensor(node: Node) -> Node | None:
     """What ``node`` holds the sorting permutation of: it is result 1 of a sort over all elements."""
     if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in _SORTS:
         return None
-    return node.args[0].args[0] if _is_flat(_size(node)) else None
+    return node.args[0].args[0] if _orders_all(node.args[0]) else None
 
 
 def stored_inverse(node: Node) -> Node | None:
@@ -164,7 +169,7 @@ def is_injective(node: Node) -> bool:
     if node.target is aten.slice.Tensor:
         return is_injective(node.args[0])
     if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target is aten.topk.default:
-        return _is_flat(_size(node)) and _is_flat(_size(node.args[0].args[0]))
+        return _orders_all(node.args[0])
     if node.target is aten.index.Tensor:
         table, (index, *others) = node.args
         whole = isinstance(index, Node) and not others and len(_size(table)) == 1
