@@ -1,0 +1,111 @@
+"""Mixture-of-experts layers in plain PyTorch, each in the style of a public code base (the ways of routing, not their code).
+
+Every layer takes tokens [S, H], a router weight [E, H] and expert weights up [E, F, H], down [E, H, F], and returns [S, H].
+"""
+
+import torch
+from torch.nn.functional import one_hot, silu
+
+
+def route(tokens, router, topk):
+    """Router probabilities and experts of every token, [S, topk] each; the weights are normalised over the chosen."""
+    weight, chosen = (tokens @ router.T).softmax(-1).topk(topk, -1)
+    return weight / weight.sum(-1, keepdim=True), chosen
+
+
+def expert(rows, up, down):
+    return silu(rows @ up.T) @ down.T
+
+
+def by_expert(rows, experts, up, down):
+    """Every expert on all rows, kept where it is the row's own: the sizes of groups stay out of the graph."""
+    outputs = torch.stack([expert(rows, u, d) for u, d in zip(up, down, strict=True)], 1)
+    own = one_hot(experts, len(up)).to(rows.dtype)
+    return (outputs * own.unsqueeze(-1)).sum(1)
+
+
+def sorted_and_scattered(tokens, router, up, down, topk=2):
+    """Sort, gather by ``order // topk``, experts, scatter_add with an expanded index (torchtitan, torchtune)."""
+    weight, chosen = route(tokens, router, topk)
+    order = chosen.view(-1).argsort(stable=True)
+    places = (order // topk).reshape(-1, 1).expand(-1, tokens.shape[1])
+    rows = torch.gather(tokens, 0, places)
+    outputs = by_expert(rows, chosen.view(-1)[order], up, down) * weight.view(-1)[order].unsqueeze(1)
+    return torch.zeros_like(tokens).scatter_add(0, places, outputs)
+
+
+def permuted_and_restored(tokens, router, up, down, topk=2):
+    """Index by ``order // topk``, experts, back by index_copy_ and a weighted sum over the choices (unsloth)."""
+    weight, chosen = route(tokens, router, topk)
+    order = chosen.view(-1).argsort(stable=True)
+    outputs = by_expert(tokens[order // topk], chosen.view(-1)[order], up, down)
+    restored = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return (restored.view(len(tokens), topk, -1) * weight.unsqueeze(-1)).sum(1)
+
+
+def repeated_and_inverted(tokens, router, up, down, topk=2):
+    """Repeat every token, permute, experts, undo by the inverse permutation, index_add (transformers 4.57)."""
+    weight, chosen = route(tokens, router, topk)
+    source = torch.arange(len(tokens), device=tokens.device).unsqueeze(1).expand(-1, topk).reshape(-1)
+    order = chosen.view(-1).argsort()
+    inverse = order.argsort()
+    outputs = by_expert(tokens[source][order], chosen.view(-1)[order], up, down)
+    return torch.zeros_like(tokens).index_add(0, source, outputs[inverse] * weight.reshape(-1, 1))
+
+
+def masked_rows(tokens, router, up, down, topk=2):
+    """A dense routing map, its true entries sorted first, index_select and scatter_add (Megatron's unfused path)."""
+    weight, chosen = route(tokens, router, topk)
+    probabilities = torch.zeros(len(tokens), len(up), dtype=tokens.dtype, device=tokens.device).scatter(1, chosen, weight)
+    routed = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)
+    flat = routed.T.reshape(-1).int().argsort(descending=True, stable=True)[: len(tokens) * topk]
+    source = flat % len(tokens)
+    rows = tokens.index_select(0, source)
+    outputs = by_expert(rows, flat // len(tokens), up, down) * probabilities.T.reshape(-1)[flat].unsqueeze(1)
+    return torch.zeros_like(tokens).scatter_add(0, source.unsqueeze(1).expand(-1, tokens.shape[1]), outputs)
+
+
+def with_capacity(tokens, router, up, down, topk=2):
+    """Each expert takes its first ``capacity`` tokens in order of arrival, the others are dropped."""
+    weight, chosen = route(tokens, router, topk)
+    capacity = len(tokens) * topk // len(up)
+    experts = chosen.T.reshape(-1)
+    arrival = one_hot(experts, len(up)).cumsum(0).gather(1, experts.unsqueeze(1)).squeeze(1) - 1
+    kept = (arrival < capacity).to(tokens.dtype)
+    slot = experts * capacity + arrival.clamp(max=capacity - 1)
+    source = torch.arange(len(tokens), device=tokens.device).repeat(topk)
+    buffer = torch.zeros(len(up) * capacity, tokens.shape[1], dtype=tokens.dtype, device=tokens.device)
+    buffer = buffer.index_add(0, slot, tokens[source] * kept.unsqueeze(1)).view(len(up), capacity, -1)
+    outputs = torch.bmm(silu(torch.bmm(buffer, up.mT)), down.mT).view(len(up) * capacity, -1)
+    gate = weight.T.reshape(-1) * kept
+    return torch.zeros_like(tokens).index_add(0, source, outputs[slot] * gate.unsqueeze(1))
+
+
+def chosen_by_experts(tokens, router, up, down, topk=2):
+    """Expert choice: each expert takes the tokens that suit it best."""
+    capacity = len(tokens) * topk // len(up)
+    weight, taken = (tokens @ router.T).softmax(-1).T.topk(capacity, -1)
+    rows = tokens[taken.reshape(-1)].view(len(up), capacity, -1)
+    outputs = torch.bmm(silu(torch.bmm(rows, up.mT)), down.mT) * weight.unsqueeze(-1)
+    return torch.zeros_like(tokens).index_add(0, taken.reshape(-1), outputs.view(-1, tokens.shape[1]))
+
+
+def looped_over_experts(tokens, router, up, down, topk=2):
+    """A loop over experts with nonzero rows and index_add_ (Mixtral); its sizes depend on data."""
+    weight, chosen = route(tokens, router, topk)
+    out = torch.zeros_like(tokens)
+    for e in range(len(up)):
+        source, choice = torch.where(chosen == e)
+        out.index_add_(0, source, expert(tokens[source], up[e], down[e]) * weight[source, choice, None])
+    return out
+
+
+LAYERS = (
+    sorted_and_scattered,
+    permuted_and_restored,
+    repeated_and_inverted,
+    masked_rows,
+    with_capacity,
+    chosen_by_experts,
+    looped_over_experts,
+)
