@@ -333,6 +333,17 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and architecture(device) >= 90
 
 
+def is_aligned(node: Any, alignment: int) -> bool:
+    """Whether the first element of a buffer or view is known to lie at a multiple of ``alignment`` (at most 16) bytes.
+
+    Inductor keeps count of inputs on GPUs only; the interpreter does not care.
+    """
+    offset = node.get_layout().offset * node.get_dtype().itemsize
+    if node.get_device().type != "cpu" and node.get_name() in V.graph.unaligned_buffers:
+        return False
+    return V.graph.sizevars.statically_known_true(sympy.Eq(offset % alignment, 0))
+
+
 def contiguous_strides(size: Sequence[Any]) -> list[Any]:
     """Strides of a contiguous tensor."""
     return list(ir.FlexibleLayout.contiguous_strides(list(size)))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -119,10 +120,9 @@ def tma_takes(tensor: Any) -> bool:
     if not compat.has_tma(tensor.get_device()):
         return False
     *outer, inner = tensor.get_stride()
-    known = V.graph.sizevars.statically_known_true
-    itemsize = tensor.get_dtype().itemsize
-    aligned = tensor.get_layout().offset * itemsize % TMA_ALIGNMENT == 0
-    return known(inner == 1) and aligned and all(known(stride * itemsize % TMA_ALIGNMENT == 0) for stride in outer)
+    known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
+    rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
+    return known(sympy.Eq(inner, 1)) and rows_aligned and compat.is_aligned(tensor, TMA_ALIGNMENT)
 
 
 def _reads(table: Node) -> list[Node]:

@@ -114,3 +114,17 @@ def test_more_than_2_31_elements_in_a_captured_tensor():
     bias = table[-1].detach().double().requires_grad_()
     (want,) = torch.autograd.grad((query @ key.mT / 4 + bias).softmax(-1) @ value, bias, grad[0, -1].double())
     assert relative_error(got[-1], want) < 4e-3
+
+
+def test_a_pair_that_tma_cannot_address():
+    """A table that starts between two multiples of 16 bytes is read by element."""
+    length = 128
+    table = torch.randn(2 * length * length + 1, device="cuda")[1:].view(2, length, length).requires_grad_()
+    inputs = [torch.randn(1, 2, length, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    attention = torch.compile(
+        lambda q, k, v, t: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + t[h, i, j]), backend="gradfuse"
+    )
+    got = torch.autograd.grad(attention(*inputs, table).sum(), (*inputs, table))
+    q, k, v, t = (x.detach().double().requires_grad_() for x in (*inputs, table))
+    want = torch.autograd.grad(((q @ k.mT / 8 + t).softmax(-1) @ v).sum(), (q, k, v, t))
+    assert max(map(relative_error, got, want)) < 1e-4
