@@ -85,9 +85,12 @@ def same_values(node: Node) -> Node:
 
 
 def _keeps_integers(cast: Node) -> bool:
-    """Whether an integer cast keeps every index: a narrower type must count as far as there are elements."""
+    """Whether an integer cast keeps every index: a narrower type must count as far as there are elements.
+
+    Not bool and uint8, which index as masks.
+    """
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
-    if any(d.is_floating_point or d.is_complex or d is torch.bool for d in (before, after)):
+    if any(d.is_floating_point or d.is_complex or d in (torch.bool, torch.uint8) for d in (before, after)):
         return False
     return after.itemsize >= before.itemsize or statically_known_true(numel(cast) <= torch.iinfo(after).max)
 

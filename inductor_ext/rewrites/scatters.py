@@ -165,8 +165,10 @@ class _Rewriter:
             self._replace(node, self._merged(*wide))
 
     def _merged(self, first: Node, second: Node) -> Node:
-        """The sum of two fp32 tensors; a scatter into zeros goes on top of the other instead."""
+        """The sum of two fp32 tensors; a scatter into zeros goes on top of another of its shape instead."""
         for one, other in ((second, first), (first, second)):
+            if _value(one).shape != _value(other).shape:
+                continue
             if one.target is aten.index_put.default and _is_zero(one.args[0]) and len(one.users) <= 1 and one.args[3]:
                 return self._call(aten.index_put.default, other, *one.args[1:])
         return self._call(aten.add.Tensor, first, second)

@@ -53,6 +53,7 @@ NOTHING = {
     "overwritten": lambda e: overwritten(e.argsort()),
     "modulo": lambda e: e.argsort() % 5,
     "float": lambda e: (e.argsort().float() / 2).long(),
+    "mask_of_bytes": lambda e: e.argsort().to(torch.uint8),
     "bool": lambda e: e.argsort().bool(),
     "table": lambda e: e[e.argsort()],
     "ceil": lambda e: torch.div(e.argsort(), 2, rounding_mode=None).long(),

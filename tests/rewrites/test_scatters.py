@@ -78,6 +78,11 @@ def two_uses(x, chosen):
     return x[chosen] * 2 + x[chosen.flip(0)] * 3
 
 
+def plus_a_row(x, chosen):
+    """The other term is broadcast: the scatter cannot go on top of it."""
+    return torch.zeros_like(x).index_add(0, chosen, x.repeat_interleave(TOPK, 0)) + x[0].detach()
+
+
 def wrong_row_count(x, chosen):
     return x[chosen.argsort() // (2 * TOPK)]
 
@@ -93,7 +98,7 @@ def negative_indices(x, chosen):
 GATHERS = [permute, permute_by_sort_int32, permute_by_index_select, permute_by_gather]
 PLAIN = [permutation, inverse_permutation, double_argsort]
 SUMS = [combine, combine_by_scatter_add]
-UNPROVEN = [few_hot_rows, overwritten_order, two_uses, wrong_row_count, two_indices, negative_indices]
+UNPROVEN = [few_hot_rows, overwritten_order, two_uses, plus_a_row, wrong_row_count, two_indices, negative_indices]
 PATHS = {
     **{f: {"gather"} for f in (*GATHERS, *PLAIN, *SUMS)},
     part_of_a_permutation: {"store"},
