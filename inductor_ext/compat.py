@@ -30,16 +30,20 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import empty, empty_strided, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
-from torch._inductor.virtualized import V
+from torch._inductor.virtualized import V, ops
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
 
 # The package shadows this module with the op of the same name.
 _flex_ops = importlib.import_module("torch._higher_order_ops.flex_attention")
 
 __all__ = [
+    "CeilDiv",
     "CustomGraphPass",
     "FlexBlockMask",
+    "FloorDiv",
+    "Mod",
     "PointwiseSubgraphLowering",
     "SymbolicGridFn",
     "V",
@@ -58,6 +62,7 @@ __all__ = [
     "lookup_backend",
     "lowerings",
     "make_template",
+    "ops",
     "override_lowerings",
     "realize",
     "register",
@@ -318,6 +323,16 @@ def hint(value: Any) -> int:
     sizevars = V.graph.sizevars
     read = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
     return int(read(value))
+
+
+def known_at_most(value: Any, most: int) -> bool:
+    """Whether a size is known to be at most ``most``."""
+    return V.graph.sizevars.statically_known_leq(value, most)
+
+
+def size_hint(size: Any) -> int | None:
+    """The size that an int or SymInt of a graph had when it was traced; None where data decides it."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def architecture(device: torch.device) -> int:

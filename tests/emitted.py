@@ -19,10 +19,12 @@ def triton_sources(function, *inputs, tma=False):
 
     with triton_on_cpu(tma):
         _, codes = run_and_get_code(step)
-    kernels = []
-    for code in codes:
-        kernels += re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL)
-    return [k for k in kernels if "LOG2E" in k]
+    return [k for code in codes for k in kernels_of(code) if "LOG2E" in k]
+
+
+def kernels_of(code):
+    """The source of every Triton kernel in a module that Inductor wrote."""
+    return re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL)
 
 
 def body(source):

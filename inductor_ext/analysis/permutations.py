@@ -4,14 +4,15 @@ A proof from the graph alone: the joint graph of AOTAutograd is functional, so w
 new node, of which nothing is known. Everything here is about the *values* of an integer tensor, flattened:
 
     permutation   each of 0 .. n-1 once           sort and argsort indices, randperm, arange, flips, compositions, inverses
-    repeated      each of 0 .. n/k-1 k times      ``permutation // k``
-    injective     no value twice                  parts of permutations, topk indices
+    repeated      each of 0 .. n/k-1 k times      ``permutation // k``, ``permutation % (n / k)``, repeated aranges
+    injective     no value twice                  parts of permutations, topk indices, the indices of one nonzero, masks
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,15 +39,26 @@ _SAME_VALUES = {
 _CASTS = {aten._to_copy.default, prims.convert_element_type.default}
 _SORTS = {aten.sort.default, aten.sort.stable}
 _DIVISIONS = {aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default}
+_REMAINDERS = {aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar}
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """``permutation // times``: the node of the permutation of ``length`` values, and how often each row comes."""
+    """``permutation // times``, or ``permutation % (length / times)`` if ``strided``.
 
-    permutation: Node
+    permutation: the node of the permutation of ``length`` values; None for 0, 1, 2... times: an int, or the node of a
+    symbolic one.
+    """
+
+    permutation: Node | None
     length: Any
-    times: Any
+    times: int | Node
+    strided: bool = False
+
+    def covers(self, rows: Any) -> bool:
+        """Whether the rows that come are provably 0 .. rows-1."""
+        times = self.times.meta["val"] if isinstance(self.times, Node) else self.times
+        return _same(rows * times, self.length)
 
 
 def _size(node: Node) -> tuple[Any, ...]:
@@ -149,19 +161,76 @@ def stored_inverse(node: Node) -> Node | None:
 
 
 def repeated(node: Node) -> Repeated | None:
-    """Proof that ``node`` is ``permutation // k`` (k = 1: the permutation itself)."""
+    """Proof that ``node`` names every row equally often (once, if it is a permutation)."""
     node = same_values(node)
     if is_permutation(node):
         return Repeated(node, numel(node), 1)
-    if node.target not in _DIVISIONS or not isinstance(node.args[0], Node):
+    if node.target is aten.index.Tensor:
+        table, (index, *others) = node.args
+        base = _repeated_iota(same_values(table)) if isinstance(index, Node) and not others else None
+        if base is not None and len(_size(table)) == 1 and _same(numel(index), base.length) and is_permutation(index):
+            return replace(base, permutation=same_values(index))
         return None
-    floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
-    whole = not node.meta["val"].dtype.is_floating_point
-    inner = same_values(node.args[0])
+    return _divided(node) or _repeated_iota(node)
+
+
+def _divided(node: Node) -> Repeated | None:
+    """``permutation // k`` and ``permutation % rows``."""
+    if node.target not in (*_DIVISIONS, *_REMAINDERS) or not isinstance(node.args[0], Node):
+        return None
+    inner, length = same_values(node.args[0]), numel(node)
     divisor = node.args[1].meta.get("val") if isinstance(node.args[1], Node) else node.args[1]
-    if not (floor and whole) or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
+    whole = not node.meta["val"].dtype.is_floating_point
+    if not whole or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
         return None
-    return Repeated(inner, numel(inner), divisor) if statically_known_true(divisor > 0) else None
+    if not statically_known_true(divisor > 0):
+        return None
+    if node.target in _REMAINDERS:
+        static = isinstance(divisor, int) and isinstance(length, int)
+        return Repeated(inner, length, length // divisor, strided=True) if static and length % divisor == 0 else None
+    floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
+    return Repeated(inner, length, node.args[1]) if floor else None
+
+
+def _repeated_iota(node: Node) -> Repeated | None:
+    """An arange with every element, or the whole of it, repeated: [S, 1] or [1, S] expanded, or ``repeat(k)``."""
+    if node.target is aten.repeat.default and _is_iota(same_values(node.args[0])) and len(node.args[1]) == 1:
+        times = node.args[1][0]
+        return Repeated(None, numel(node), times, strided=True) if isinstance(times, int) and times > 0 else None
+    if node.target is not aten.expand.default or not _is_iota(same_values(node.args[0])):
+        return None
+    before, after = _size(node.args[0]), _size(node)
+    if len(before) != 2 or len(after) != 2 or not all(isinstance(n, int) for n in after):
+        return None
+    strided = _same(before[0], 1) and not _same(after[0], 1)
+    times = after[0] if strided else after[1]
+    repeated_dim = before[0 if strided else 1]
+    return Repeated(None, numel(node), times, strided) if _same(repeated_dim, 1) and times > 0 else None
+
+
+def names_once(indices: Sequence[Node | None]) -> bool:
+    """Whether a tuple of indices, as ``index_put`` takes them, names no place twice."""
+    chosen = [i for i in indices if i is not None]
+    if len(chosen) == 1:
+        mask = chosen[0].meta["val"].dtype in (torch.bool, torch.uint8)
+        return mask or is_injective(chosen[0])
+    columns = [_nonzero_column(i) for i in chosen]
+    if len({_size(i) for i in chosen}) > 1 or None in columns or len({source for source, _ in columns}) > 1:
+        return False
+    return {at for _, at in columns} == set(range(len(_size(columns[0][0].args[0]))))
+
+
+def _nonzero_column(node: Node) -> tuple[Node, int] | None:
+    """The nonzero call, and which of its columns ``node`` is."""
+    node = same_values(node)
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
+        (source, *dim), at = node.args[0].args, node.args[1]
+        dim = dim[0] if dim else 0
+    elif node.target is aten.select.int:
+        source, dim, at = node.args
+    else:
+        return None
+    return (source, at) if source.target is aten.nonzero.default and dim in (1, -1) else None
 
 
 def is_injective(node: Node) -> bool:
@@ -177,4 +246,5 @@ def is_injective(node: Node) -> bool:
         table, (index, *others) = node.args
         whole = isinstance(index, Node) and not others and len(_size(table)) == 1
         return whole and is_injective(table) and is_injective(index)
-    return False
+    column = _nonzero_column(node)
+    return column is not None and len(_size(column[0].args[0])) == 1

@@ -13,7 +13,7 @@ import torch
 
 from .. import compat
 from ..options import Options
-from . import flex_attention, flex_attention_backward
+from . import flex_attention, flex_attention_backward, gather_sum, segment_sum
 from .templates import TEMPLATE_DIR
 
 __all__ = ["TEMPLATE_DIR", "table"]
@@ -26,4 +26,9 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         "flex_attention_backward": (compat.flex_attention_backward_hop, flex_attention_backward.lower),
     }
     ours = {op: lower(own, compat.lowerings[op]) for name, (op, lower) in entries.items() if own.enabled(name)}
-    return {**ours, torch.ops.gradfuse.depend.default: lambda x, tensors: x}
+    made_by_rewrites = {
+        torch.ops.gradfuse.depend.default: lambda x, tensors: x,
+        torch.ops.gradfuse.gather_sum.default: gather_sum.lower,
+        torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
+    }
+    return {**ours, **made_by_rewrites}

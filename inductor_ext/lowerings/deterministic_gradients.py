@@ -19,7 +19,6 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._sympy.functions import FloorDiv
 
 from .. import compat
 from ..analysis.captured_grads import Contribution
@@ -108,7 +107,7 @@ def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Se
     """
     batch, heads, queries, keys = extents
     shortest = min(t["BLOCK_M2"] for t in tilings)
-    tiles = FloorDiv(queries + shortest - 1, shortest)
+    tiles = compat.FloorDiv(queries + shortest - 1, shortest)
     parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
     return compat.full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import FloorDiv, Mod
 
 from .. import compat
 from ..analysis.diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
@@ -86,8 +85,8 @@ def template_options(
     dense_keys = sizevars.evaluate_expr(sympy.Le(key_length, key_block))
 
     def even(length: Any, block: int, dense: bool) -> bool:
-        whole = sizevars.statically_known_true(sympy.Eq(Mod(length, LARGEST_TILE), 0))
-        return whole and (dense or sizevars.statically_known_true(sympy.Eq(Mod(length, block), 0)))
+        whole = sizevars.statically_known_true(sympy.Eq(compat.Mod(length, LARGEST_TILE), 0))
+        return whole and (dense or sizevars.statically_known_true(sympy.Eq(compat.Mod(length, block), 0)))
 
     options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
@@ -95,7 +94,7 @@ def template_options(
     return {
         **options,
         "SM_SCALE": scale,
-        "GQA_SHARED_HEADS": sizevars.guard_int(FloorDiv(query_heads, kv_heads)),
+        "GQA_SHARED_HEADS": sizevars.guard_int(compat.FloorDiv(query_heads, kv_heads)),
         "HAS_FULL_BLOCKS": block_mask.full_kv_num_blocks is not None,
         "DENSE": dense_queries and dense_keys,
         "Q_EVEN": even(query_length, query_block, dense_queries),

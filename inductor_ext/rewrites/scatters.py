@@ -1,48 +1,47 @@
-"""Scatter-adds of half precision, on the joint graph: accumulated in fp32 and rounded once, without atomics where provable.
+"""Scatter-adds, on the joint graph: accumulated in fp32 and rounded once, without atomics where provable or faster.
 
 The gradient of a gather is a scatter-add, which stock accumulates in the tensor's own dtype. Where an index comes from is
 visible only here (in the backward graph it is a placeholder), so this runs before AOTAutograd partitions the graph.
 
     scatter into rows 0 .. S-1                     becomes
-    by ``permutation // k``, every row k times     values[inverse].view(S, k, ...).sum(1) in fp32: a gather
+    by an index that names every row k times       gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
+    by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
 
-The inverse of a permutation is made once (``inverse[permutation] = arange``) and shared by all that use it; that of an
-argsort of a permutation is the permutation sorted.
+All but the last but one are bitwise reproducible; ``deterministic`` takes segment_sum wherever a GPU can.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..analysis.permutations import is_injective, repeated, same_values, sorted_tensor
-from ..compat import detect_fake_mode, statically_known_true
+from ..analysis.permutations import names_once, repeated
+from ..analysis.scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask
+from ..compat import detect_fake_mode, size_hint, uses_triton_on_cpu
 from ..options import Options
 from ..report import record, user_line
+from .joint_graph import HALF, Builder, same_shape, value_of
 
 NAME = "scatters"
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-_HALF = (torch.bfloat16, torch.float16)
-_ZEROS = (aten.full.default, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default, aten.full_like.default)
+gradfuse = torch.ops.gradfuse
 
+#: Seconds of a sort, seconds an fp32 atomic, bytes a second: measured on an H200 (benchmarks/NOTES.md).
+SORT_SECONDS = 60e-6
+ATOMIC_SECONDS = 1 / 0.6e12
+BANDWIDTH = 3.5e12
 
-@dataclass(frozen=True)
-class _Scatter:
-    """``base[indices] += values``: indices as index_put takes them, one for each leading dim, None for a whole dim."""
-
-    node: Node
-    base: Node
-    indices: tuple[Node | None, ...]
-    values: Node
+#: What a rewrite hands back: the sum (in fp32 for half precision), the path and the reason.
+_Found = tuple[Node, str, str]
 
 
 def rewrite(graph: Graph, own: Options) -> None:
@@ -53,215 +52,269 @@ def rewrite(graph: Graph, own: Options) -> None:
     if fake_mode is None:
         return
     with fake_mode:
-        rewriter = _Rewriter(graph)
+        rewriter = _Rewriter(graph, own.deterministic)
         for node in list(graph.nodes):
-            scatter = _match(node)
-            if scatter is not None:
-                rewriter.scatter(scatter)
-        rewriter.merge_sums()
+            found = match(node)
+            if found is not None:
+                rewriter.scatter(found)
+            elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
+                rewriter.same_op_in_fp32(node)
         if rewriter.changed:
+            rewriter.merge_sums()
+            rewriter.round_in_kernel()
             graph.eliminate_dead_code()
             graph.lint()
 
 
-def _value(node: Node) -> torch.Tensor:
-    return node.meta["val"]
+#: Element-wise scatters: no row is added as a whole, but fp32 makes them exact.
+_SAME_OP_IN_FP32 = (aten.scatter_add.default, aten.scatter_reduce.two)
 
 
-def _match(node: Node) -> _Scatter | None:
-    """A scatter-add of floats as one along leading dims."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
-        return None
-    if not _value(node).is_floating_point():
-        return None
-    if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
-        base, indices, values, *accumulate = node.args
-        return _Scatter(node, base, tuple(indices), values) if any(accumulate) else None
-    if node.target is aten.index_add.default and node.kwargs.get("alpha", 1) == 1:
-        base, dim, index, values = node.args
-        dim %= max(_value(base).dim(), 1)
-        return _Scatter(node, base, (*[None] * dim, index), values) if _value(index).dim() == 1 else None
-    if node.target is aten.scatter_add.default:
-        base, dim, index, values = node.args
-        rows = _row_index(index, values)
-        if dim == 0 and rows is not None and _value(base).shape[1:] == _value(values).shape[1:]:
-            return _Scatter(node, base, (rows,), values)
-    return None
-
-
-def _row_index(index: Node, values: Node) -> Node | None:
-    """The row indices [N] that ``index`` [N, ...] repeats along all other dims of ``values``."""
-    if index.target is not aten.expand.default or _value(index).shape != _value(values).shape:
-        return None
-    rows = index.args[0]
-    if not all(statically_known_true(n == 1) for n in _value(rows).shape[1:]):
-        return None
-    inner = same_values(rows)
-    return inner if _value(inner).dim() == 1 else None
-
-
-@dataclass
 class _Rewriter:
-    """graph: what is rewritten. rounded: nodes that are an fp32 sum rounded to half precision, with that sum."""
+    """rounded: nodes that are an fp32 sum rounded to half precision, with that sum."""
 
-    graph: Graph
-    changed: bool = False
-    rounded: dict[Node, Node] = field(default_factory=dict)
-    _inverses: dict[Node, Node] = field(default_factory=dict)
+    def __init__(self, graph: Graph, deterministic: bool) -> None:
+        self.graph = graph
+        self.build = Builder(graph)
+        self.deterministic = deterministic
+        self.changed = False
+        self.rounded: dict[Node, Node] = {}
+        self._sorted: dict[Any, tuple[Node, Node]] = {}
 
-    def scatter(self, found: _Scatter) -> None:
-        """Replace one scatter-add by what can be proven to be the same sum."""
-        self._before = found.node
-        total, path, why = self._gathered(found) or self._stored(found) or self._widened(found) or (None, "", "")
-        if total is None:
+    def scatter(self, found: ScatterAdd) -> None:
+        """Replace one scatter-add by the best form of the same sum."""
+        with self.build.before(found.node):
+            forms = (self._gathered, self._stored, self._segmented, self._widened)
+            result = next(filter(None, (form(found) for form in forms)), None)
+            if result is not None:
+                self._replace(found.node, *result)
+
+    def same_op_in_fp32(self, node: Node) -> None:
+        """Compute an element-wise scatter of half precision in fp32."""
+        if node.target is aten.scatter_reduce.two and node.args[4] not in ("sum", "mean"):
             return
-        self._replace(found.node, total)
-        record(NAME, str(found.node.target), path, why, user_line(found.node))
+        with self.build.before(node):
+            base, dim, index, source, *rest = node.args
+            wide = self._wide_base(base), dim, index, self.build.wide(source)
+            self._replace(node, self.build.call(node.target, *wide, *rest, **node.kwargs), "fp32", "rounded once")
 
-    # ------------------------------------------------ the three forms; each returns the sum, in fp32 for half precision
+    # ------------------------------------------------ the forms, or None where one does not apply
 
-    def _gathered(self, found: _Scatter) -> tuple[Node, str, str] | None:
-        """By ``permutation // k`` into all rows: gather the k values of each row and add them."""
-        rows, values = self._rows(found), found.values
-        proof = repeated(rows) if rows is not None else None
-        if proof is None or not statically_known_true(_value(found.node).shape[0] * proof.times == proof.length):
+    def _gathered(self, found: ScatterAdd) -> _Found | None:
+        """Every row equally often: gather the values of each row and add them."""
+        proof = repeated(found.indexed[0]) if len(found.indexed) == 1 and found.keep is None else None
+        if proof is None or not proof.covers(value_of(found.base).shape[found.dim]):
             return None
-        inverse = self._inverse(proof.permutation)
-        total = self._wide(self._call(aten.index.Tensor, values, [inverse]))
-        if not statically_known_true(proof.times == 1):
-            shape = [_value(found.node).shape[0], proof.times, *_value(values).shape[1:]]
-            total = self._call(aten.sum.dim_IntList, self._call(aten.view.default, total, self._sizes(shape)), [1])
-        return self._onto(found.base, total), "gather", f"the index is a permutation // {proof.times}"
+        inverse = self.build.inverse(proof.permutation) if proof.permutation is not None else None
+        values = self._by_row(found, found.values)
+        if proof.times == 1 and inverse is not None:
+            total = self.build.wide(self.build.call(aten.index.Tensor, values, [inverse]))
+        else:
+            rows = self.build.size(found.base, found.dim)
+            total = self.build.call(gradfuse.gather_sum.default, values, inverse, rows, proof.times, proof.strided)
+        why = "the index is a permutation" if proof.times == 1 else f"the index names every row {proof.times} times"
+        return self._onto(found.base, self._from_rows(found, total)), "gather", why
 
-    def _stored(self, found: _Scatter) -> tuple[Node, str, str] | None:
+    def _stored(self, found: ScatterAdd) -> _Found | None:
         """Without duplicates: each place gets one value at most."""
-        rows = self._rows(found)
-        if rows is None or not is_injective(rows):
+        if found.keep is not None or not names_once(found.indices):
             return None
-        zeros = self._zeros(found.node, _value(found.values).dtype)
-        stored = self._call(aten.index_put.default, zeros, [rows], found.values, False)
-        return self._onto(found.base, self._wide(stored)), "store", "no index comes twice"
+        zeros = self._zeros(found.base, value_of(found.values).dtype)
+        stored = self.build.call(aten.index_put.default, zeros, list(found.indices), found.values, False)
+        return self._onto(found.base, self.build.wide(stored)), "store", "no place is named twice"
 
-    def _widened(self, found: _Scatter) -> tuple[Node, str, str] | None:
-        """Half precision: the same scatter in fp32."""
-        if _value(found.node).dtype not in _HALF:
+    def _segmented(self, found: ScatterAdd) -> _Found | None:
+        """On a GPU, where it is faster than atomics or wanted: sort the index, add the values of each row in order."""
+        device = value_of(found.node).device
+        if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
             return None
-        base = self._zeros(found.node, torch.float32) if _is_zero(found.base) else self._wide(found.base)
-        values = self._wide(found.values)
-        return self._call(aten.index_put.default, base, list(found.indices), values, True), "fp32", "rounded once"
+        values, masked = narrow_source(found.values)
+        left_out = row_mask(masked, found.indices) if masked is not None else None
+        if masked is not None and left_out is None:
+            values = found.values
+        if not found.indexed or not self._worth_sorting(found, value_of(values).dtype):
+            return None
+        order, keys = self._sort(found, left_out)
+        dims = range(found.dim, found.dim + len(found.indexed))
+        rows = self.build.product(self.build.sizes(found.base, dims))
+        values = self._by_row(found, values)
+        kept = self.build.sizes(values, range(1, value_of(values).dim()))
+        values = self._view(values, [self.build.size(values, 0), self.build.product(kept)])
+        wide = torch.promote_types(value_of(values).dtype, torch.float32)
+        total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
+        total = self._view(total, [*self.build.sizes(found.base, dims), *kept])
+        why = "in a fixed order" if self.deterministic else "sorting is faster than atomics"
+        return self._onto(found.base, self._from_rows(found, total)), "segments", why
+
+    def _widened(self, found: ScatterAdd) -> _Found | None:
+        """Half precision: the same scatter in fp32."""
+        if value_of(found.node).dtype not in HALF or found.keep is not None:
+            return None
+        base, values = self._wide_base(found.base), self.build.wide(found.values)
+        return self.build.call(aten.index_put.default, base, list(found.indices), values, True), "fp32", "rounded once"
+
+    # ------------------------------------------------ sorting
+
+    def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
+        """Whether a sort and a segmented sum take less time than fp32 atomics (or must, to be reproducible)."""
+        base, values = value_of(found.base), value_of(found.values)
+        dims = range(found.dim, found.dim + len(found.indexed))
+        sizes = [size_hint(n) for n in (*base.shape, *values.shape, *value_of(found.indexed[0]).shape)]
+        rows = [size_hint(base.shape[d]) for d in dims]
+        if None in sizes or 0 in sizes or math.prod(rows) > torch.iinfo(torch.int32).max - 1:
+            return False
+        if self.deterministic:
+            return True
+        elements, places = math.prod(map(size_hint, values.shape)), math.prod(map(size_hint, base.shape))
+        rounding = 6 if dtype in HALF else 0
+        atomics = elements * ATOMIC_SECONDS + places * (4 + rounding) / BANDWIDTH
+        sorting = SORT_SECONDS + (elements + 2 * places) * dtype.itemsize / BANDWIDTH
+        return found.dim == 0 and sorting < atomics
+
+    def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
+        """The order [N] that sorts the flattened index, and the index [N] in it; shared by all that scatter by it."""
+        shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
+        known = (found.indexed, shape, found.keep, left_out)
+        if known not in self._sorted:
+            call = self.build.call
+            keys = self._keys(found)
+            minus_one = self.build.full([], -1, torch.int64, value_of(keys).device)
+            for mask, dropped in ((found.keep, False), (left_out, True)):
+                if mask is not None:
+                    mask = self._flat(mask)
+                    keys = call(aten.where.self, mask, *((minus_one, keys) if dropped else (keys, minus_one)))
+            keys = self.build.convert(keys, _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None))
+            both = call(aten.sort.stable, keys, stable=True, dim=0, descending=False)
+            self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0)
+        return self._sorted[known]
+
+    def _keys(self, found: ScatterAdd) -> Node:
+        """The row of every value [N], int64, where several dims are indexed counted through all; -2 if out of bounds."""
+        call, total, bad = self.build.call, None, None
+        for d, index in enumerate(found.indexed, start=found.dim):
+            size = self.build.size(found.base, d)
+            flat = self.build.convert(self._flat(self._like_first(index, found)), torch.int64)
+            negative = call(aten.lt.Scalar, flat, 0)
+            flat = call(aten.where.self, negative, call(aten.add.Tensor, flat, size), flat)
+            outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, flat, 0), call(aten.ge.Scalar, flat, size))
+            bad = outside if bad is None else call(aten.bitwise_or.Tensor, bad, outside)
+            total = flat if total is None else call(aten.add.Tensor, call(aten.mul.Tensor, total, size), flat)
+        return call(aten.where.self, bad, self.build.full([], -2, torch.int64, value_of(total).device), total)
+
+    # ------------------------------------------------ shapes
+
+    def _like_first(self, index: Node, found: ScatterAdd) -> Node:
+        """An index with the shape that all of them broadcast to."""
+        shape = _index_shape(found)
+        if tuple(value_of(index).shape) == shape:
+            return index
+        return self.build.call(aten.expand.default, index, list(shape))
+
+    def _by_row(self, found: ScatterAdd, values: Node) -> Node:
+        """Values [*before, *index, *after] as [N, *before, *after], a row for each element of the index."""
+        shape = _index_shape(found)
+        dims = [*range(found.dim), *range(found.dim + len(found.indexed), value_of(found.base).dim())]
+        sizes = self.build.sizes(found.base, dims)
+        if len(shape) == 1 and found.dim == 0 and value_of(values).dim() == 1 + len(sizes):
+            return values
+        index_sizes = [n if isinstance(n, int) else self.build.size(found.indexed[0], d) for d, n in enumerate(shape)]
+        full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
+        values = self.build.call(aten.expand.default, values, full)
+        places = range(found.dim, found.dim + len(shape))
+        others = [d for d in range(len(full)) if d not in places]
+        values = self.build.call(aten.permute.default, values, [*places, *others])
+        return self._view(values, [self.build.product(index_sizes), *sizes])
+
+    def _from_rows(self, found: ScatterAdd, total: Node) -> Node:
+        """[*indexed dims, *before, *after] as the base's own order of dims."""
+        if found.dim == 0:
+            return total
+        order = [*range(found.dim, found.dim + len(found.indexed)), *range(found.dim)]
+        order += range(len(order), value_of(found.base).dim())
+        return self.build.call(aten.permute.default, total, [order.index(d) for d in range(len(order))])
+
+    def _flat(self, node: Node) -> Node:
+        if value_of(node).dim() == 1:
+            return node
+        return self._view(node, [self.build.product(self.build.sizes(node, range(value_of(node).dim())))])
+
+    def _view(self, node: Node, sizes: Sequence[Any]) -> Node:
+        if not value_of(node).is_contiguous():
+            node = self.build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.build.call(aten.view.default, node, list(sizes))
+
+    # ------------------------------------------------ sums
 
     def merge_sums(self) -> None:
         """A half-precision sum of two rounded sums becomes one in fp32, rounded once."""
         for node in list(self.graph.nodes):
-            if node.target is not aten.add.Tensor or node.kwargs or _value(node).dtype not in _HALF:
+            if node.target is not aten.add.Tensor or node.kwargs or value_of(node).dtype not in HALF:
                 continue
             terms = node.args
             if not all(isinstance(t, Node) for t in terms) or not any(t in self.rounded for t in terms):
                 continue
             if any(t in self.rounded and len(t.users) > 1 for t in terms):
                 continue
-            self._before = node
-            wide = [self.rounded[t] if t in self.rounded else self._wide(t) for t in terms]
-            self._replace(node, self._merged(*wide))
+            with self.build.before(node):
+                wide = [self.rounded[t] if t in self.rounded else self.build.wide(t) for t in terms]
+                self._replace(node, self._merged(*wide))
 
     def _merged(self, first: Node, second: Node) -> Node:
         """The sum of two fp32 tensors; a scatter into zeros goes on top of another of its shape instead."""
         for one, other in ((second, first), (first, second)):
-            if _value(one).shape != _value(other).shape:
+            on_zeros = one.target is aten.index_put.default and is_zero(one.args[0]) and one.args[3]
+            if same_shape(one, other) and on_zeros and len(one.users) <= 1:
+                return self.build.call(aten.index_put.default, other, *one.args[1:])
+        return self.build.call(aten.add.Tensor, first, second)
+
+    def round_in_kernel(self) -> None:
+        """A segment_sum that is only rounded, perhaps after a change of shape, is stored in half precision at once."""
+        for node in self.graph.find_nodes(op="call_function", target=gradfuse.segment_sum.default):
+            chain = [node]
+            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in _SHAPE_ONLY:
+                chain.append(next(iter(chain[-1].users)))
+            (user, *others) = chain[-1].users
+            if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] not in HALF:
                 continue
-            if one.target is aten.index_put.default and _is_zero(one.args[0]) and len(one.users) <= 1 and one.args[3]:
-                return self._call(aten.index_put.default, other, *one.args[1:])
-        return self._call(aten.add.Tensor, first, second)
-
-    # ------------------------------------------------ pieces
-
-    def _rows(self, found: _Scatter) -> Node | None:
-        """The index, where the scatter is by rows: one 1-D index of dim 0, one row of values for each of its elements."""
-        if len(found.indices) != 1 or found.indices[0] is None:
-            return None
-        (index,) = found.indices
-        whole = _value(index).dim() == 1 and _value(index).dtype is not torch.bool
-        shape = (*_value(index).shape, *_value(found.base).shape[1:])
-        return index if whole and tuple(_value(found.values).shape) == shape else None
-
-    def _inverse(self, permutation: Node) -> Node:
-        """The inverse of a permutation, made right after it and shared."""
-        if permutation not in self._inverses:
-            source = sorted_tensor(permutation)
-            source = same_values(source) if source is not None else None
-            proof = repeated(source) if source is not None else None
-            if proof is not None and statically_known_true(proof.times == 1):
-                self._inverses[permutation] = source
-            else:
-                before, self._before = self._before, permutation.next
-                length = _value(permutation).numel()
-                flat = self._call(aten.view.default, permutation, self._sizes([length]))
-                options = {"dtype": torch.int64, "device": _value(permutation).device}
-                places = self._call(
-                    prims.iota.default, *self._sizes([length]), start=0, step=1, requires_grad=False, **options
-                )
-                empty = self._call(aten.full.default, self._sizes([length]), 0, **options)
-                self._inverses[permutation] = self._call(aten.index_put.default, empty, [flat], places, False)
-                for node in (flat, places, empty, self._inverses[permutation]):
-                    self._copy_meta(permutation, node)
-                self._before = before
-        return self._inverses[permutation]
+            node.args = (*node.args[:-1], user.args[1])
+            for link in chain:
+                link.meta["val"] = value_of(link).to(user.args[1])
+            user.replace_all_uses_with(chain[-1])
+            self.graph.erase_node(user)
 
     def _onto(self, base: Node, total: Node) -> Node:
-        return total if _is_zero(base) else self._call(aten.add.Tensor, self._wide(base), total)
+        return total if is_zero(base) else self.build.call(aten.add.Tensor, self.build.wide(base), total)
+
+    def _wide_base(self, base: Node) -> Node:
+        return self._zeros(base, torch.float32) if is_zero(base) else self.build.wide(base)
 
     def _zeros(self, like: Node, dtype: torch.dtype) -> Node:
-        value = _value(like)
-        return self._call(aten.full.default, self._sizes(value.shape), 0, dtype=dtype, device=value.device)
+        sizes = self.build.sizes(like, range(value_of(like).dim()))
+        return self.build.full(sizes, 0, dtype, value_of(like).device)
 
-    def _wide(self, node: Node) -> Node:
-        if _value(node).dtype not in _HALF:
-            return node
-        return self._call(prims.convert_element_type.default, node, torch.float32)
-
-    def _sizes(self, sizes: Sequence[Any]) -> list[Any]:
-        """Sizes as graph arguments: ints, or the nodes of symbolic ones."""
-        return [self._size(n) for n in sizes]
-
-    def _size(self, size: Any) -> Any:
-        if not isinstance(size, torch.SymInt):
-            return size
-        for node in self.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, torch.SymInt) and node.op == "placeholder" and statically_known_true(value == size):
-                return node
-            if isinstance(value, torch.Tensor) and node.op == "placeholder":
-                for dim, n in enumerate(value.shape):
-                    if isinstance(n, torch.SymInt) and statically_known_true(n == size):
-                        return self._call(aten.sym_size.int, node, dim)
-        raise LookupError(f"no input of this graph has the size {size}")
-
-    def _replace(self, node: Node, total: Node) -> None:
+    def _replace(self, node: Node, total: Node, path: str = "", why: str = "") -> None:
         self.changed = True
-        dtype = _value(node).dtype
-        result = total
-        if dtype in _HALF:
-            result = self._call(prims.convert_element_type.default, total, dtype)
+        if path:
+            record(NAME, str(node.target), path, why, user_line(node))
+        result = self.build.convert(total, value_of(node).dtype)
+        if result is not total:
             self.rounded[result] = total
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node before the one that is being replaced, with its metadata and a fake value of its own."""
-        with self.graph.inserting_before(self._before):
-            node = self.graph.call_function(target, args, kwargs)
-        self._copy_meta(self._before, node)
-        fakes = torch.fx.node.map_aggregate((args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a)
-        node.meta["val"] = target(*fakes[0], **fakes[1])
-        return node
 
-    def _copy_meta(self, source: Node, target: Node) -> None:
-        kept = {k: v for k, v in source.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
-        target.meta.update(kept)
+_SHAPE_ONLY = (aten.view.default, aten.permute.default)
 
 
-def _is_zero(node: Any) -> bool:
-    """Whether a node is a tensor of zeros."""
-    if node.target not in _ZEROS:
-        return False
-    return node.target not in (aten.full.default, aten.full_like.default) or node.args[1] == 0
+def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
+    """The shape that the indices broadcast to."""
+    shapes = [tuple(value_of(i).shape) for i in found.indexed]
+    return shapes[0] if len(set(shapes)) == 1 else tuple(torch.broadcast_shapes(*shapes))
+
+
+def _narrowest(rows: int | None) -> torch.dtype:
+    """The narrowest dtype that holds -2 .. rows: a radix sort takes a pass a byte."""
+    for dtype in (torch.int8, torch.int16):
+        if rows is not None and rows <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32

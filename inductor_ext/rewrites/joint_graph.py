@@ -1,0 +1,123 @@
+"""Adding to a traced graph: new nodes with fake values, sizes and metadata as if they had been traced there."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..analysis.permutations import repeated, same_values, sorted_tensor
+from ..compat import statically_known_true
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor of a node."""
+    return node.meta["val"]
+
+
+class Builder:
+    """Puts new nodes before the node that is being replaced; to be used inside the graph's fake mode.
+
+    What several replacements share (the inverse of a permutation) is made once, where its source is made.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._before: Node | None = None
+        self._like: Node | None = None
+        self._inverses: dict[Node, Node] = {}
+
+    @contextlib.contextmanager
+    def before(self, node: Node, like: Node | None = None) -> Iterator[None]:
+        """New nodes go before ``node`` and take its metadata, or that of ``like``."""
+        outer = self._before, self._like
+        self._before, self._like = node, like or node
+        try:
+            yield
+        finally:
+            self._before, self._like = outer
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node, with a fake value of its own."""
+        with self.graph.inserting_before(self._before):
+            node = self.graph.call_function(target, args, kwargs)
+        copy_meta(self._like, node)
+        fake_args, fake_kwargs = torch.fx.node.map_aggregate(
+            (args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a
+        )
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def size(self, node: Node, dim: int) -> Any:
+        """The size of a dim as an argument of a new node: an int, or a node."""
+        size = value_of(node).shape[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
+
+    def sizes(self, node: Node, dims: Sequence[int]) -> list[Any]:
+        """The sizes of several dims."""
+        return [self.size(node, d) for d in dims]
+
+    def product(self, sizes: Sequence[Any]) -> Any:
+        """The product of sizes, each an int or a node."""
+        total: Any = 1
+        for size in sizes:
+            if isinstance(total, Node) or isinstance(size, Node):
+                total = size if total == 1 else total if size == 1 else self.call(operator.mul, total, size)
+            else:
+                total *= size
+        return total
+
+    def wide(self, node: Node) -> Node:
+        """``node`` in fp32, if it is in half precision."""
+        return self.convert(node, torch.float32) if value_of(node).dtype in HALF else node
+
+    def convert(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``."""
+        return node if value_of(node).dtype is dtype else self.call(prims.convert_element_type.default, node, dtype)
+
+    def full(self, sizes: Sequence[Any], fill: Any, dtype: torch.dtype, device: torch.device) -> Node:
+        """A tensor of one value."""
+        return self.call(aten.full.default, list(sizes), fill, dtype=dtype, device=device)
+
+    def inverse(self, permutation: Node) -> Node:
+        """The inverse [N] of a permutation: found in the graph, or made right after it and shared."""
+        if permutation not in self._inverses:
+            source = sorted_tensor(permutation)
+            source = same_values(source) if source is not None else None
+            proof = repeated(source) if source is not None else None
+            if proof is None or proof.permutation is None or proof.times != 1:
+                source = self._stored_inverse(permutation)
+            self._inverses[permutation] = source
+        return self._inverses[permutation]
+
+    def _stored_inverse(self, permutation: Node) -> Node:
+        with self.before(permutation.next, like=permutation):
+            device = value_of(permutation).device
+            length = self.product(self.sizes(permutation, range(value_of(permutation).dim())))
+            flat = self.call(aten.view.default, permutation, [length])
+            places = self.call(
+                prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+            )
+            empty = self.call(aten.empty.memory_format, [length], dtype=torch.int64, device=device)
+            return self.call(aten.index_put.default, empty, [flat], places, False)
+
+
+def copy_meta(source: Node, target: Node) -> None:
+    """Give a new node the stack trace, partitioner's tags and so on of the node that it stands for."""
+    kept = {k: v for k, v in source.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+    target.meta.update(kept)
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two tensors are known to have one shape."""
+    shapes = value_of(a).shape, value_of(b).shape
+    return len(shapes[0]) == len(shapes[1]) and all(statically_known_true(m == n) for m, n in zip(*shapes, strict=True))
