@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import dense_attention, hoisting, scatters, score_mods
+from .rewrites import dense_attention, gathers, hoisting, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -61,6 +61,7 @@ class _OnJointGraph(_CacheKey):
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
         scatters.rewrite(graph, self.own)
+        gathers.rewrite(graph, self.own)
 
 
 def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:

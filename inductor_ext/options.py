@@ -20,7 +20,8 @@ from . import compat
 PASSES: dict[str, str] = {
     "score_mods": "rewrite of score_mods that stock refuses (0-d captures, nested indexing, unused captures, ...)",
     "hoisting": "expressions of a score_mod that depend on less than a (query, key) pair, computed once as tables",
-    "scatters": "scatter-adds (gradients of gathers) in half precision: fp32 sums rounded once, no atomics where provable",
+    "scatters": "scatter-adds (gradients of gathers): fp32 sums rounded once, no atomics where provable or slower",
+    "gathers": "gathers that read a large tensor several times over: each row read once and stored to its places",
     "dense_attention": "flex_attention on CPU tensors as blocked dense math, which trains",
     "flex_attention": "lowering of flex_attention's forward for training onto flex_forward.py.jinja",
     "flex_attention_backward": "lowering of flex_attention's backward onto flex_backward.py.jinja",

@@ -62,7 +62,7 @@ def match(node: Node) -> ScatterAdd | None:
     if node.target is aten.scatter_add.default or _sums_onto_base(node):
         base, dim, index, values = node.args[:4]
         dim %= max(value.dim(), 1)
-        rows = _row_index(index, values, dim)
+        rows = row_index(index, values, dim)
         others = [d for d in range(value.dim()) if d != dim]
         if rows is not None and all(value.shape[d] == values.meta["val"].shape[d] for d in others):
             return ScatterAdd(node, base, (*[None] * dim, rows), values)
@@ -113,7 +113,7 @@ def row_mask(mask: Node, indices: Any) -> Node | None:
     return inner if inner.meta["val"].shape == shape else None
 
 
-def _row_index(index: Node, values: Node, dim: int) -> Node | None:
+def row_index(index: Node, values: Node, dim: int) -> Node | None:
     """The row indices [N] that ``index`` repeats along all dims of ``values`` but ``dim``."""
     if index.target is not aten.expand.default or index.meta["val"].shape != values.meta["val"].shape:
         return None

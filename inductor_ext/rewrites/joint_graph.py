@@ -17,6 +17,15 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 HALF = (torch.bfloat16, torch.float16)
+#: Ops that move no value, or copy them all.
+SHAPE_ONLY = (
+    aten.view.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.clone.default,
+)
 
 
 def value_of(node: Node) -> torch.Tensor:
@@ -108,6 +117,7 @@ class Builder:
                 prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
             )
             empty = self.call(aten.empty.memory_format, [length], dtype=torch.int64, device=device)
+            # Not the unchecked op, with which torch 2.13 emits C++ that does not compile beside a checked read.
             return self.call(aten.index_put.default, empty, [flat], places, False)
 
 

@@ -28,7 +28,7 @@ from ..analysis.scatter_adds import ScatterAdd, is_zero, match, narrow_source, r
 from ..compat import detect_fake_mode, size_hint, uses_triton_on_cpu
 from ..options import Options
 from ..report import record, user_line
-from .joint_graph import HALF, Builder, same_shape, value_of
+from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
 
 NAME = "scatters"
 
@@ -108,7 +108,7 @@ class _Rewriter:
         inverse = self.build.inverse(proof.permutation) if proof.permutation is not None else None
         values = self._by_row(found, found.values)
         if proof.times == 1 and inverse is not None:
-            total = self.build.wide(self.build.call(aten.index.Tensor, values, [inverse]))
+            total = self.build.wide(self.build.call(aten._unsafe_index.Tensor, values, [inverse]))
         else:
             rows = self.build.size(found.base, found.dim)
             total = self.build.call(gradfuse.gather_sum.default, values, inverse, rows, proof.times, proof.strided)
@@ -271,7 +271,7 @@ class _Rewriter:
         """A segment_sum that is only rounded, perhaps after a change of shape, is stored in half precision at once."""
         for node in self.graph.find_nodes(op="call_function", target=gradfuse.segment_sum.default):
             chain = [node]
-            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in _SHAPE_ONLY:
+            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in SHAPE_ONLY:
                 chain.append(next(iter(chain[-1].users)))
             (user, *others) = chain[-1].users
             if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] not in HALF:
@@ -301,9 +301,6 @@ class _Rewriter:
             self.rounded[result] = total
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
-
-
-_SHAPE_ONLY = (aten.view.default, aten.permute.default)
 
 
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:

@@ -1,0 +1,205 @@
+"""Gathers by an index that names every row k times, on the joint graph: each row read once and stored to its k places.
+
+``x[permutation // k]`` reads every row of x k times, far apart: from device memory each time, once x is larger than the L2
+cache. Run in the order of x instead, the k reads follow one another, and the permutation moves to the stores:
+
+    y = f(x[perm // k], other)     becomes     y[inverse[s * k + j]] = f(x[s], other[inverse[s * k + j]])
+
+for the whole region f of element-wise ops (and sums over a row) that hangs on the gather: in the gradient of a weighted
+combine, that of the experts' outputs and that of the weights. What is stored would have been stored anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from ..analysis.permutations import Repeated, repeated
+from ..analysis.scatter_adds import row_index
+from ..compat import detect_fake_mode, size_hint, statically_known_true
+from ..options import Options
+from ..report import record, user_line
+from .joint_graph import SHAPE_ONLY, Builder, value_of
+
+NAME = "gathers"
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.var_mean.correction,
+    aten.any.default,
+}
+
+
+#: Ops that keep every value in its place, if they keep the shape.
+_COPIES = {aten.view.default, aten.expand.default, aten.clone.default, aten.alias.default}
+
+
+@dataclass
+class _Region:
+    """gather: ``x[index]``; nodes: it and what hangs on it, in the graph's order; proof: of its index."""
+
+    gather: Node
+    x: Node
+    proof: Repeated
+    nodes: list[Node] = field(default_factory=list)
+
+    def stored(self) -> Iterator[Node]:
+        """The nodes whose values are used outside."""
+        inside = set(self.nodes)
+        yield from (n for n in self.nodes if any(user not in inside for user in n.users))
+
+
+def rewrite(graph: Graph, own: Options) -> None:
+    """Turn, in place, the order of every gather that reads a large tensor several times over."""
+    if not own.enabled(NAME):
+        return
+    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    if fake_mode is None:
+        return
+    with fake_mode:
+        build, backward = Builder(graph), _after_tangents(graph)
+        for node in list(graph.nodes):
+            region = _match(node)
+            if region is None:
+                continue
+            _grow(region, backward)
+            if all(_is_materialised(n) for n in region.stored()):
+                _turn(build, region)
+                why = f"every row is read once, not {region.proof.times} times"
+                record(NAME, str(node.target), "stores", why, user_line(node))
+        graph.eliminate_dead_code()
+
+
+def cache_bytes(device: torch.device) -> float:
+    """Bytes of the last cache before memory; infinite on a CPU, whose caches do not make this worth while."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else math.inf
+
+
+def _match(node: Node) -> _Region | None:
+    """A gather of rows by ``permutation // k`` with k > 1 from a tensor larger than the cache."""
+    if node.target is aten.index.Tensor:
+        x, (index, *others) = node.args
+        whole = isinstance(index, Node) and not others and value_of(index).dim() == 1
+    elif node.target is aten.gather.default:
+        x, dim, expanded = node.args[:3]
+        index = row_index(expanded, expanded, 0) if dim == 0 else None
+        whole = index is not None and value_of(x).shape[1:] == value_of(node).shape[1:]
+    else:
+        return None
+    proof = repeated(index) if whole else None
+    if proof is None or proof.permutation is None or proof.strided or not isinstance(proof.times, int) or proof.times < 2:
+        return None
+    sizes = [size_hint(n) for n in value_of(x).shape]
+    if None in sizes or not proof.covers(value_of(x).shape[0]):
+        return None
+    large = math.prod(sizes) * value_of(x).dtype.itemsize > cache_bytes(value_of(x).device)
+    return _Region(node, x, proof) if large and len(sizes) > 1 else None
+
+
+def _grow(region: _Region, backward: set[Node]) -> None:
+    """Add what can be computed row by row from the gather: element-wise ops of its shape, and sums over a row."""
+    inside = {region.gather}
+    region.nodes.append(region.gather)
+    shape = value_of(region.gather).shape
+    node = region.gather
+    while (node := node.next).op != "output":
+        operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        from_rows = any(a in inside and value_of(a).shape == shape for a in operands)
+        # What the forward computes and the backward uses is saved between them, in the order it has.
+        same_pass = (node in backward) == (region.gather in backward)
+        if from_rows and same_pass and (_is_elementwise(node, shape, operands, inside) or _is_row_sum(node)):
+            inside.add(node)
+            region.nodes.append(node)
+
+
+def _after_tangents(graph: Graph) -> set[Node]:
+    """The nodes of a joint graph that are computed in the backward."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_elementwise(node: Node, shape: torch.Size, operands: list[Node], inside: set[Node]) -> bool:
+    pointwise = node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    keeps_shape = node.target is torch.ops.prims.convert_element_type.default or node.target in _COPIES
+    value = node.meta.get("val")
+    if not (pointwise or keeps_shape) or not isinstance(value, torch.Tensor) or value.shape != shape:
+        return False
+    sums = [a for a in operands if a in inside and value_of(a).shape != shape]
+    return not sums and all(len(value_of(a).shape) in (0, len(shape)) for a in operands)
+
+
+def _is_row_sum(node: Node) -> bool:
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    rank = value_of(node.args[0]).dim()
+    return bool(node.args[1]) and all(d % rank != 0 for d in node.args[1])
+
+
+def _is_materialised(node: Node) -> bool:
+    """Whether a node is small, or none of its users would be fused with it."""
+    if node.target is aten.sum.dim_IntList:
+        return True
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.target in SHAPE_ONLY:
+            pending.extend(user.users)
+        elif user.target in _REDUCTIONS or torch.Tag.pointwise in getattr(user.target, "tags", ()):
+            return False
+    return True
+
+
+def _turn(build: Builder, region: _Region) -> None:
+    """Compute the region in the order of x and store its results to their places."""
+    inverse = build.inverse(region.proof.permutation)
+    rows = region.proof.length
+    turned: dict[Node, Node] = {}
+
+    def operand(node: Node) -> Node:
+        if node not in turned:
+            by_row = value_of(node).dim() > 0 and statically_known_true(value_of(node).shape[0] == rows)
+            turned[node] = build.call(aten._unsafe_index.Tensor, node, [inverse]) if by_row else node
+        return turned[node]
+
+    stored = set(region.stored())
+    for node in region.nodes:
+        with build.before(node):
+            if node is region.gather:
+                turned[node] = _repeated(build, region)
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+                turned[node] = build.call(node.target, *args, **kwargs)
+            if node in stored:
+                value = value_of(node)
+                sizes = build.sizes(node, range(value.dim()))
+                empty = build.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+                result = build.call(aten._unsafe_index_put.default, empty, [inverse], turned[node], False)
+                outside = [user for user in node.users if user not in region.nodes]
+                for user in outside:
+                    user.replace_input_with(node, result)
+    for node in reversed(region.nodes):
+        build.graph.erase_node(node)
+
+
+def _repeated(build: Builder, region: _Region) -> Node:
+    """x [S, ...] with every row k times [S * k, ...], which costs nothing until it is stored."""
+    sizes = build.sizes(region.x, range(value_of(region.x).dim()))
+    spread = build.call(aten.unsqueeze.default, region.x, 1)
+    spread = build.call(aten.expand.default, spread, [sizes[0], region.proof.times, *sizes[1:]])
+    spread = build.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+    return build.call(aten.view.default, spread, [build.size(region.gather, 0), *sizes[1:]])
