@@ -231,6 +231,23 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     return box
 
 
+def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Callable[..., Any]) -> Any:
+    """``target[at(index)] = load(index)`` for every index of ``size``; ``target`` is changed."""
+    target.realize()
+    scatter = ir.Scatter(
+        device=target.get_device(),
+        dtype=target.get_dtype(),
+        inner_fn=load,
+        ranges=list(size),
+        output_indexer=at,
+        scatter_mode=None,
+    )
+    buffer = ir.ComputedBuffer(name=None, layout=ir.MutationLayoutSHOULDREMOVE(target), data=scatter)
+    buffer.name = V.graph.register_buffer(buffer)
+    V.graph.register_operation(buffer)
+    return target
+
+
 def add_in_order(target: Any, place: Any, values: Any) -> Any:
     """``target[place] += values`` by ATen's sorted index_put, whose order of additions is fixed; ``target`` is changed."""
     operands = [ir.ExternKernel.realize_input(x) for x in (place, values)]

@@ -1,6 +1,6 @@
 """Custom ops with an eager reference each; importing this registers them."""
 
 from .depend import depend
-from .row_sums import gather_sum, segment_sum
+from .row_sums import gather_sum, place_rows, segment_sum
 
-__all__ = ["depend", "gather_sum", "segment_sum"]
+__all__ = ["depend", "gather_sum", "place_rows", "segment_sum"]

@@ -1,6 +1,6 @@
-"""Sums of rows of a tensor, chosen by an index that was analysed: what scatter-adds become (rewrites/scatters.py).
+"""Rows of a tensor, added up or moved by an index that was analysed: what scatter-adds become (rewrites/scatters.py).
 
-Both accumulate in fp32 (float64 for float64), in an order that depends on the index alone.
+The sums accumulate in fp32 (float64 for float64), in an order that depends on the index alone.
 """
 
 from __future__ import annotations
@@ -50,3 +50,14 @@ def segment_sum(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: t
 @segment_sum.register_fake
 def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty((rows, values.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("gradfuse::place_rows", mutates_args=())
+def place_rows(values: Tensor, places: Tensor) -> Tensor:
+    """``out[places[i]] = values[i]``: values [N, ...], places [N] a permutation of 0 .. N-1."""
+    return torch.empty_like(values, memory_format=torch.contiguous_format).index_copy_(0, places.long(), values)
+
+
+@place_rows.register_fake
+def _(values: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)

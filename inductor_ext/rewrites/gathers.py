@@ -173,7 +173,8 @@ def _turn(build: Builder, region: _Region) -> None:
     def operand(node: Node) -> Node:
         if node not in turned:
             by_row = value_of(node).dim() > 0 and statically_known_true(value_of(node).shape[0] == rows)
-            turned[node] = build.call(aten._unsafe_index.Tensor, node, [inverse]) if by_row else node
+            # Not the unchecked op: the partitioner would save its result for the backward and not recompute it.
+            turned[node] = build.call(aten.index.Tensor, node, [inverse]) if by_row else node
         return turned[node]
 
     stored = set(region.stored())
@@ -185,10 +186,7 @@ def _turn(build: Builder, region: _Region) -> None:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
                 turned[node] = build.call(node.target, *args, **kwargs)
             if node in stored:
-                value = value_of(node)
-                sizes = build.sizes(node, range(value.dim()))
-                empty = build.call(aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
-                result = build.call(aten._unsafe_index_put.default, empty, [inverse], turned[node], False)
+                result = build.call(torch.ops.gradfuse.place_rows.default, turned[node], inverse)
                 outside = [user for user in node.users if user not in region.nodes]
                 for user in outside:
                     user.replace_input_with(node, result)

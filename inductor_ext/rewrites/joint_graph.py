@@ -116,9 +116,7 @@ class Builder:
             places = self.call(
                 prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
             )
-            empty = self.call(aten.empty.memory_format, [length], dtype=torch.int64, device=device)
-            # Not the unchecked op, with which torch 2.13 emits C++ that does not compile beside a checked read.
-            return self.call(aten.index_put.default, empty, [flat], places, False)
+            return self.call(torch.ops.gradfuse.place_rows.default, places, flat)
 
 
 def copy_meta(source: Node, target: Node) -> None:
