@@ -125,7 +125,7 @@ def make_case(name: str) -> Case:
     torch.manual_seed(0)
     function, inputs, moved = CASES[name]()
     peers = {"eager": lambda f: f, "stock": stock, "gradfuse": gradfuse, "gradfuse-deterministic": deterministic}
-    return Case(name, {"backward_bytes": moved}, inputs, function, reference(function), peers)
+    return Case(name, {"backward_bytes": moved}, inputs, function, reference(function), peers, kernels=True)
 
 
 def main() -> None:

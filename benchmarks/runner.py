@@ -31,6 +31,8 @@ class Case:
     function: Callable[..., torch.Tensor]
     reference: Callable[..., list[torch.Tensor]] | None = None
     peers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
+    #: Add up the durations of the kernels too: what is left when a slow host does not hold up the GPU between them.
+    kernels: bool = False
 
 
 def stock(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +91,7 @@ def measure(case: Case, *, compile_only: bool = False) -> list[dict[str, Any]]:
             if want is not None:
                 got = [out, *grads]
                 row["error"] = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
-            row.update(_times(run, case.inputs, out, leaves, grad))
+            row.update(_times(run, case.inputs, out, leaves, grad, case.kernels))
             del out, grads
         except Exception as error:
             row["refused"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
@@ -103,6 +105,7 @@ def _times(
     out: torch.Tensor,
     leaves: list[torch.Tensor],
     grad: torch.Tensor,
+    kernels: bool,
 ) -> dict[str, float]:
     from triton.testing import do_bench
 
@@ -113,6 +116,9 @@ def _times(
         "forward_ms": do_bench(lambda: run(*inputs), return_mode="median"),
         "backward_ms": do_bench(backward, return_mode="median"),
     }
+    if kernels:
+        result["forward_kernels_ms"] = _kernel_time(lambda: run(*inputs))
+        result["backward_kernels_ms"] = _kernel_time(backward)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -120,6 +126,19 @@ def _times(
     torch.cuda.synchronize()
     result["step_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return result
+
+
+def _kernel_time(function: Callable[[], Any], runs: int = 10) -> float:
+    """Milliseconds that the GPU is busy in one call, the mean of ``runs``, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(runs):
+            function()
+        torch.cuda.synchronize()
+    on_gpu = (e for e in profiled.key_averages() if e.device_type.name == "CUDA")
+    return sum(e.device_time_total for e in on_gpu) / runs / 1000
 
 
 def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, out: Path | None = None) -> None:

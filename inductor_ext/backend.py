@@ -9,6 +9,7 @@ compiled), and our version, source and options are part of every cache key, so a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,8 +79,12 @@ def _inner_compile(own: Options) -> Callable[..., Any]:
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         dense_attention.rewrite(gm, own)
-        scope = compat.deterministic_lowerings(own.deterministic), compat.override_lowerings(lowerings.table(own))
-        with compat.scans_allowed(gm), scope[0], scope[1]:
+        with contextlib.ExitStack() as scope:
+            scope.enter_context(compat.scans_allowed(gm))
+            scope.enter_context(compat.deterministic_lowerings(own.deterministic))
+            scope.enter_context(compat.override_lowerings(lowerings.table(own)))
+            if gathers.needs_tuning(gm):
+                scope.enter_context(compat.inductor_config.patch(max_autotune_pointwise=True))
             return compat.compile_fx_inner(gm, example_inputs, **kwargs)
 
     return inner

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..analysis.permutations import Repeated, repeated
 from ..analysis.scatter_adds import row_index
@@ -79,6 +79,14 @@ def rewrite(graph: Graph, own: Options) -> None:
                 why = f"every row is read once, not {region.proof.times} times"
                 record(NAME, str(node.target), "stores", why, user_line(node))
         graph.eliminate_dead_code()
+
+
+def needs_tuning(gm: GraphModule) -> bool:
+    """Whether a graph stores rows to their places and sums rows beside it: one kernel, for which Inductor's first choice of
+    a tile takes a fifth longer than the best (benchmarks/NOTES.md)."""
+    placed = gm.graph.find_nodes(op="call_function", target=torch.ops.gradfuse.place_rows.default)
+    large = [n for n in placed if value_of(n).dim() > 1]
+    return bool(large) and bool(gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList))
 
 
 def cache_bytes(device: torch.device) -> float:

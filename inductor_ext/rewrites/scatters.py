@@ -174,7 +174,7 @@ class _Rewriter:
     def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
         """The order [N] that sorts the flattened index, and the index [N] in it; shared by all that scatter by it."""
         shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
-        known = (found.indexed, shape, found.keep, left_out)
+        known = (found.indexed, str(shape), found.keep, left_out)
         if known not in self._sorted:
             call = self.build.call
             keys = self._keys(found)
@@ -306,7 +306,7 @@ class _Rewriter:
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
     """The shape that the indices broadcast to."""
     shapes = [tuple(value_of(i).shape) for i in found.indexed]
-    return shapes[0] if len(set(shapes)) == 1 else tuple(torch.broadcast_shapes(*shapes))
+    return shapes[0] if all(shape == shapes[0] for shape in shapes) else tuple(torch.broadcast_shapes(*shapes))
 
 
 def _narrowest(rows: int | None) -> torch.dtype:

@@ -23,71 +23,71 @@ def permute(x, chosen):
 
 
 def permute_by_sort_int32(x, chosen):
-    return x[chosen.sort().indices.int() // TOPK]
+    return x[chosen.sort(stable=True).indices.int() // TOPK]
 
 
 def permute_by_index_select(x, chosen):
-    return x.index_select(0, chosen.argsort() // TOPK)
+    return x.index_select(0, chosen.argsort(stable=True) // TOPK)
 
 
 def permute_by_gather(x, chosen):
-    places = (chosen.argsort() // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    places = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
     return torch.gather(x, 0, places)
 
 
 def permutation(x, chosen):
-    return x.repeat_interleave(TOPK, 0)[chosen.argsort()]
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True)]
 
 
 def inverse_permutation(x, chosen):
-    order = chosen.argsort()
+    order = chosen.argsort(stable=True)
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel())
+    inverse[order] = torch.arange(order.numel(), device=x.device)
     return x.repeat_interleave(TOPK, 0)[inverse]
 
 
 def double_argsort(x, chosen):
-    return x.repeat_interleave(TOPK, 0)[chosen.argsort().argsort()]
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True).argsort(stable=True)]
 
 
 def part_of_a_permutation(x, chosen):
-    return x.repeat_interleave(TOPK, 0)[chosen.argsort()[10:90]]
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True)[10:90]]
 
 
 def combine(x, chosen):
-    order = chosen.argsort() // TOPK
-    y = x.repeat_interleave(TOPK, 0) * torch.linspace(0, 1, TOKENS * TOPK).unsqueeze(1).to(x.dtype)
+    order = chosen.argsort(stable=True) // TOPK
+    y = x.repeat_interleave(TOPK, 0) * torch.linspace(0, 1, TOKENS * TOPK, device=x.device).unsqueeze(1).to(x.dtype)
     return torch.zeros_like(x).index_add(0, order, y)
 
 
 def combine_by_scatter_add(x, chosen):
-    places = (chosen.argsort() // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    places = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
     return torch.zeros_like(x).scatter_add(0, places, x.repeat_interleave(TOPK, 0))
 
 
 def repeated_tokens(x, chosen):
-    return x[torch.arange(TOKENS).unsqueeze(1).expand(-1, TOPK).reshape(-1)]
+    return x[torch.arange(TOKENS, device=x.device).unsqueeze(1).expand(-1, TOPK).reshape(-1)]
 
 
 def repeated_and_permuted(x, chosen):
-    return x[torch.arange(TOKENS).unsqueeze(1).expand(-1, TOPK).reshape(-1)[chosen.argsort()]]
+    return x[torch.arange(TOKENS, device=x.device).unsqueeze(1).expand(-1, TOPK).reshape(-1)[chosen.argsort(stable=True)]]
 
 
 def tiled_tokens(x, chosen):
-    return x[torch.arange(TOKENS).repeat(TOPK)]
+    return x[torch.arange(TOKENS, device=x.device).repeat(TOPK)]
 
 
 def remainder_of_a_permutation(x, chosen):
-    return x.index_select(0, chosen.argsort() % TOKENS)
+    return x.index_select(0, chosen.argsort(stable=True) % TOKENS)
 
 
 def columns_by_permutation(x, chosen):
-    return x.index_select(1, chosen[:WIDTH].argsort())
+    return x.index_select(1, chosen[:WIDTH].argsort(stable=True))
 
 
 def true_places(x, chosen):
     mask = (chosen.view(TOKENS, TOPK) > 2).repeat(1, WIDTH // TOPK)
-    return torch.where(mask, x, 0) * x.view(-1)[torch.arange(TOKENS * WIDTH).flip(0)].view_as(x)
+    return torch.where(mask, x, 0) * x.view(-1)[torch.arange(TOKENS * WIDTH, device=x.device).flip(0)].view_as(x)
 
 
 def few_hot_rows(x, chosen):
@@ -235,6 +235,20 @@ def test_dynamic_lengths(function):
         _, want = gradients(function, x.double(), chosen, weight.double())
         _, once = gradients(function, x.float(), chosen, weight)
         assert relative_error(got, want) <= 1.05 * relative_error(once.bfloat16(), want)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
+def test_dynamic_lengths_in_order():
+    """Sorted segments of an index whose length is a symbol, down to a single element."""
+    with triton_on_cpu():
+        compiled = torch.compile(few_hot_rows, backend="gradfuse", dynamic=True, options={"deterministic": True})
+        for tokens in (20, 33, 1):
+            x, chosen = torch.randn(8, WIDTH).bfloat16(), torch.randint(0, 6, (tokens * TOPK,))
+            weight = torch.randn(few_hot_rows(x, chosen).shape).bfloat16().float()
+            _, got = gradients(compiled, x, chosen, weight)
+            _, want = gradients(few_hot_rows, x.double(), chosen, weight.double())
+            _, once = gradients(few_hot_rows, x.float(), chosen, weight)
+            assert relative_error(got, want) <= 1.05 * relative_error(once.bfloat16(), want)
 
 
 def test_empty_index():
