@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import dense_attention, gathers, hoisting, scatters, score_mods
+from .rewrites import dense_attention, gathers, hoisting, joint_graph, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -61,8 +62,7 @@ class _OnJointGraph(_CacheKey):
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        scatters.rewrite(graph, self.own)
-        gathers.rewrite(graph, self.own)
+        joint_graph.rewrite(graph, *(partial(rewrites.rewrite, own=self.own) for rewrites in (scatters, gathers)))
 
 
 def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..analysis.permutations import Repeated, repeated
 from ..analysis.scatter_adds import row_index
-from ..compat import detect_fake_mode, size_hint, statically_known_true
+from ..compat import size_hint, statically_known_true
 from ..options import Options
 from ..report import record, user_line
 from .joint_graph import SHAPE_ONLY, Builder, value_of
@@ -60,25 +60,20 @@ class _Region:
         yield from (n for n in self.nodes if any(user not in inside for user in n.users))
 
 
-def rewrite(graph: Graph, own: Options) -> None:
+def rewrite(build: Builder, own: Options) -> None:
     """Turn, in place, the order of every gather that reads a large tensor several times over."""
     if not own.enabled(NAME):
         return
-    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
-    if fake_mode is None:
-        return
-    with fake_mode:
-        build, backward = Builder(graph), _after_tangents(graph)
-        for node in list(graph.nodes):
-            region = _match(node)
-            if region is None:
-                continue
-            _grow(region, backward)
-            if all(_is_materialised(n) for n in region.stored()):
-                _turn(build, region)
-                why = f"every row is read once, not {region.proof.times} times"
-                record(NAME, str(node.target), "stores", why, user_line(node))
-        graph.eliminate_dead_code()
+    backward = _after_tangents(build.graph)
+    for node in list(build.graph.nodes):
+        region = _match(node)
+        if region is None:
+            continue
+        _grow(region, backward)
+        if all(_is_materialised(n) for n in region.stored()):
+            _turn(build, region)
+            why = f"every row is read once, not {region.proof.times} times"
+            record(NAME, str(node.target), "stores", why, user_line(node))
 
 
 def needs_tuning(gm: GraphModule) -> bool:

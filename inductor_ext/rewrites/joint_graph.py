@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..analysis.permutations import repeated, same_values, sorted_tensor
-from ..compat import statically_known_true
+from ..compat import detect_fake_mode, statically_known_true
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -28,6 +28,20 @@ SHAPE_ONLY = (
 )
 
 
+def rewrite(graph: Graph, *rewrites: Callable[[Builder], None]) -> None:
+    """Apply rewrites one after the other, with one builder: what one of them makes, the next finds."""
+    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    if fake_mode is None:
+        return
+    with fake_mode:
+        build = Builder(graph)
+        for apply in rewrites:
+            apply(build)
+    if build.changed:
+        graph.eliminate_dead_code()
+        graph.lint()
+
+
 def value_of(node: Node) -> torch.Tensor:
     """The fake tensor of a node."""
     return node.meta["val"]
@@ -41,6 +55,7 @@ class Builder:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.changed = False
         self._before: Node | None = None
         self._like: Node | None = None
         self._inverses: dict[Node, Node] = {}
@@ -60,6 +75,7 @@ class Builder:
         with self.graph.inserting_before(self._before):
             node = self.graph.call_function(target, args, kwargs)
         copy_meta(self._like, node)
+        self.changed = True
         fake_args, fake_kwargs = torch.fx.node.map_aggregate(
             (args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a
         )
@@ -112,7 +128,7 @@ class Builder:
         with self.before(permutation.next, like=permutation):
             device = value_of(permutation).device
             length = self.product(self.sizes(permutation, range(value_of(permutation).dim())))
-            flat = self.call(aten.view.default, permutation, [length])
+            flat = permutation if value_of(permutation).dim() == 1 else self.call(aten.view.default, permutation, [length])
             places = self.call(
                 prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
             )

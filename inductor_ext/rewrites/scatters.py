@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..analysis.permutations import names_once, repeated
 from ..analysis.scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask
-from ..compat import detect_fake_mode, size_hint, uses_triton_on_cpu
+from ..compat import size_hint, uses_triton_on_cpu
 from ..options import Options
 from ..report import record, user_line
 from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
@@ -44,26 +44,19 @@ BANDWIDTH = 3.5e12
 _Found = tuple[Node, str, str]
 
 
-def rewrite(graph: Graph, own: Options) -> None:
+def rewrite(build: Builder, own: Options) -> None:
     """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
     if not own.enabled(NAME):
         return
-    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
-    if fake_mode is None:
-        return
-    with fake_mode:
-        rewriter = _Rewriter(graph, own.deterministic)
-        for node in list(graph.nodes):
-            found = match(node)
-            if found is not None:
-                rewriter.scatter(found)
-            elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
-                rewriter.same_op_in_fp32(node)
-        if rewriter.changed:
-            rewriter.merge_sums()
-            rewriter.round_in_kernel()
-            graph.eliminate_dead_code()
-            graph.lint()
+    rewriter = _Rewriter(build, own.deterministic)
+    for node in list(build.graph.nodes):
+        found = match(node)
+        if found is not None:
+            rewriter.scatter(found)
+        elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
+            rewriter.same_op_in_fp32(node)
+    rewriter.merge_sums()
+    rewriter.round_in_kernel()
 
 
 #: Element-wise scatters: no row is added as a whole, but fp32 makes them exact.
@@ -73,11 +66,10 @@ _SAME_OP_IN_FP32 = (aten.scatter_add.default, aten.scatter_reduce.two)
 class _Rewriter:
     """rounded: nodes that are an fp32 sum rounded to half precision, with that sum."""
 
-    def __init__(self, graph: Graph, deterministic: bool) -> None:
-        self.graph = graph
-        self.build = Builder(graph)
+    def __init__(self, build: Builder, deterministic: bool) -> None:
+        self.graph = build.graph
+        self.build = build
         self.deterministic = deterministic
-        self.changed = False
         self.rounded: dict[Node, Node] = {}
         self._sorted: dict[Any, tuple[Node, Node]] = {}
 
@@ -293,7 +285,6 @@ class _Rewriter:
         return self.build.full(sizes, 0, dtype, value_of(like).device)
 
     def _replace(self, node: Node, total: Node, path: str = "", why: str = "") -> None:
-        self.changed = True
         if path:
             record(NAME, str(node.target), path, why, user_line(node))
         result = self.build.convert(total, value_of(node).dtype)

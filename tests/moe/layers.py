@@ -90,6 +90,19 @@ def chosen_by_experts(tokens, router, up, down, topk=2):
     return torch.zeros_like(tokens).index_add(0, taken.reshape(-1), outputs.view(-1, tokens.shape[1]))
 
 
+def grouped(tokens, router, up, down, topk=2):
+    """Sort, gather, one grouped matmul for all experts, weights, index_add (torchtitan, transformers 5).
+
+    Not among LAYERS: bf16 on a GPU only.
+    """
+    weight, chosen = route(tokens, router, topk)
+    experts, order = chosen.view(-1).sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(1, len(up) + 1, device=tokens.device)).to(torch.int32)
+    hidden = silu(torch._grouped_mm(tokens[order // topk], up.mT, ends))
+    outputs = torch._grouped_mm(hidden, down.mT, ends) * weight.view(-1)[order].unsqueeze(1)
+    return torch.zeros_like(tokens).index_add(0, order // topk, outputs)
+
+
 def looped_over_experts(tokens, router, up, down, topk=2):
     """A loop over experts with nonzero rows and index_add_ (Mixtral); its sizes depend on data."""
     weight, chosen = route(tokens, router, topk)
