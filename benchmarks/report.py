@@ -89,6 +89,53 @@ def flex_sweep_table() -> str:
     return "\n".join([*lines, "", f"Seconds to the first gradient without caches, stock / gradfuse: {', '.join(pairs)}."])
 
 
+def moe_table() -> str:
+    result = load("moe")
+    lines = [
+        f"{provenance(result)} bf16 unless named; milliseconds, median of `do_bench`, in brackets the time that the GPU is "
+        "busy (short kernels wait for this host); the bound is the bytes that the backward must move at 4.3 TB/s; the error "
+        "is the largest of output and gradients against float64. A forward includes its sort.",
+        "",
+        "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
+        "error: eager | stock | gradfuse |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"], {})[row["peer"]] = row
+    for case, peers in cases.items():
+        moved = peers["gradfuse"]["backward_bytes"]
+        cells = [f"{moved / 4.3e9:.2f}" if moved else "–"]
+        compared = ("eager", "stock", "gradfuse")
+        cells += [both_times(peers[p], "forward") for p in compared]
+        cells += [both_times(peers[p], "backward") for p in (*compared, "gradfuse-deterministic")]
+        cells += [f"{max(peers[p]['error']):.1e}" for p in compared]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def both_times(row: dict[str, Any], direction: str) -> str:
+    return f"{row[f'{direction}_ms']:.2f} ({row[f'{direction}_kernels_ms']:.2f})"
+
+
+def moe_plot(path: Path) -> None:
+    """Backward kernel time over the bound, by case."""
+    rows = [r for r in load("moe")["rows"] if r["backward_bytes"]]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    figure, axes = new_figure()
+    for shift, (peer, colour) in enumerate((("eager", "#dddddd"), ("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
+        own = {r["case"]: r["backward_kernels_ms"] / (r["backward_bytes"] / 4.3e9) for r in rows if r["peer"] == peer}
+        bars = axes.bar(
+            [i + (shift - 1) * 0.27 for i in range(len(cases))], [own[c] for c in cases], 0.25, label=peer, color=colour
+        )
+        axes.bar_label(bars, fmt="%.2g", fontsize=7)
+    axes.axhline(1, color="black", linewidth=0.6)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), [c.replace("-", "\n", 1) for c in cases], fontsize=7)
+    axes.set_ylabel("backward / bandwidth bound")
+    save(figure, axes, path)
+
+
 def flex_cpu_table() -> str:
     result = load("flex_cpu")
     lines = [
@@ -104,15 +151,27 @@ def flex_cpu_table() -> str:
     return "\n".join(lines)
 
 
-def flex_plot(path: Path) -> None:
+def new_figure() -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "gradfuse"
     from matplotlib import pyplot
 
+    return pyplot.subplots(figsize=(9, 3.6))
+
+
+def save(figure: Any, axes: Any, path: Path) -> None:
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def flex_plot(path: Path) -> None:
     cases = by_case(load("flex"), 64)
-    figure, axes = pyplot.subplots(figsize=(9, 3.6))
+    figure, axes = new_figure()
     for shift, (peer, colour) in enumerate((("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
         places = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
         heights = [cases[c][peer]["backward_ms"] for c in cases if "backward_ms" in cases[c][peer]]
@@ -125,23 +184,21 @@ def flex_plot(path: Path) -> None:
     axes.set_ylim(0.5, 3000)
     axes.set_xticks(range(len(cases)), list(cases))
     axes.set_ylabel("backward, ms (log)")
-    axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, axes, path)
 
 
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, content in (("flex", flex_table()), ("flex_sweep", flex_sweep_table()), ("flex_cpu", flex_cpu_table())):
+    tables = {"flex": flex_table, "flex_sweep": flex_sweep_table, "flex_cpu": flex_cpu_table, "moe": moe_table}
+    for name, table in tables.items():
+        content = table()
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
         text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
         assert count == 1, name
     readme.write_text(text)
-    flex_plot(ROOT / "benchmarks" / "results" / "flex.svg")
+    flex_plot(RESULTS / "flex.svg")
+    moe_plot(RESULTS / "moe.svg")
 
 
 if __name__ == "__main__":

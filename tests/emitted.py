@@ -27,6 +27,19 @@ def kernels_of(code):
     return re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL)
 
 
+def segment_kernels(width=2048):
+    """The two kernels of segment_sum for bf16 rows of that width, each with its number of warps."""
+    from inductor_ext.ops import segment_sum
+
+    keys, order = torch.randint(0, 50, (200,)).sort(stable=True)
+    run = torch.compile(lambda v: segment_sum(v, order, keys, 50, torch.bfloat16), backend="gradfuse")
+    torch._dynamo.reset()
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(run, torch.randn(200, width).bfloat16())
+    kernels = [k for k in kernels_of(code) if "CHUNK" in k]
+    return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
+
+
 def body(source):
     """The kernel's code without imports, decorators, names of buffers and Inductor's own annotations."""
     text = source[source.index("def triton_") :]

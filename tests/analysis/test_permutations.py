@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.analysis.permutations import is_injective, is_permutation, repeated
+from inductor_ext.analysis.permutations import is_injective, is_permutation, names_once, repeated
 
 N, K = 12, 3
 
@@ -120,10 +120,19 @@ STEPS = {
     "cat": lambda x: torch.cat([x, x]),
     "roll": lambda x: x.roll(1),
     "view": lambda x: x.view(-1, 1).squeeze(1),
+    "remainder": lambda x: x % max(x.numel() // 2, 1),
+    "thirds": lambda x: x % max(x.numel() // 3, 1),
+    "arange": lambda x: torch.arange(x.numel()),
+    "repeat": lambda x: x.repeat(2),
+    "repeat_each": lambda x: x.unsqueeze(1).expand(-1, 3).reshape(-1),
+    "tile": lambda x: x.unsqueeze(0).expand(2, -1).reshape(-1),
+    "permuted": lambda x: x[x.argsort()] if x.numel() else x,
+    "shuffled": lambda x: x[(x * 5 + 1).argsort()],
+    "nonzero": lambda x: torch.arange(x.numel()).index_select(0, x.argsort()),
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), st.integers(0, 2**16))
 def test_no_false_proof(steps, seed):
     """Whatever is claimed of a chain of steps holds for its values."""
@@ -141,4 +150,41 @@ def test_no_false_proof(steps, seed):
         assert values.unique().numel() == values.numel()
     proof = repeated(node)
     if proof is not None and values.numel() % proof.times == 0:
-        assert torch.equal(values.bincount(), torch.full((values.numel() // proof.times,), proof.times))
+        rows = values.numel() // proof.times
+        assert torch.equal(values.bincount(), torch.full((rows,), proof.times))
+        if proof.permutation is None:
+            places = torch.arange(values.numel())
+            assert torch.equal(values, places % rows if proof.strided else places // proof.times)
+
+
+def columns(mask):
+    return torch.where(mask)
+
+
+NAMED_ONCE = {
+    "both_columns": lambda m: columns(m),
+    "both_columns_turned": lambda m: columns(m)[::-1],
+    "column_of_a_vector": lambda m: (columns(m[0])[0],),
+    "mask": lambda m: (m,),
+    "after_a_whole_dim": lambda m: (None, m[0].int().argsort()[:3]),
+}
+NAMED_TWICE = {
+    "one_column": lambda m: (columns(m)[0],),
+    "one_column_twice": lambda m: (columns(m)[0], columns(m)[0]),
+    "columns_of_two_masks": lambda m: (columns(m)[0], columns(m.T)[0]),
+    "crossed": lambda m: (columns(m)[0].unsqueeze(1), columns(m)[1].unsqueeze(0)),
+    "two_permutations": lambda m: (m[0].int().argsort(), m[0].int().argsort()),
+}
+
+
+@pytest.mark.parametrize("name", [*NAMED_ONCE, *NAMED_TWICE])
+def test_tuples_of_indices(name):
+    mask = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
+    make = {**NAMED_ONCE, **NAMED_TWICE}[name]
+    present = [i is not None for i in make(mask)]
+    graph = make_fx(lambda m: [i for i in make(m) if i is not None], tracing_mode="real")(mask).graph
+    nodes = iter(graph.find_nodes(op="output")[0].args[0])
+    for node in graph.nodes:
+        node.meta.setdefault("val", node.meta.get("tensor_meta"))
+    indices = tuple(next(nodes) if here else None for here in present)
+    assert names_once(indices) == (name in NAMED_ONCE)

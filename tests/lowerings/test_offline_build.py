@@ -15,7 +15,7 @@ import torch
 
 from inductor_ext.lowerings.captured_gradients import CapturedGradients, Kind, Plan
 from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
-from tests.emitted import signature
+from tests.emitted import segment_kernels, signature
 
 from .attention_kernels import ATTENTIONS, sources
 
@@ -143,3 +143,12 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", ptx)
     assert bool(adds or "cp.reduce.async.bulk" in ptx) == (score_mod or one_pass)
     assert all("f32" in add for add in adds)
+
+
+@pytest.mark.parametrize("arch", STOCK)
+def test_sorted_segments_build_without_spills(arch, tmp_path):
+    for number, (source, num_warps) in enumerate(segment_kernels()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _, cubin = build(folder, source, arch, num_warps, 1)
+        assert local_memory_bytes(cubin) == 0
