@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import dense_attention, gathers, hoisting, joint_graph, scatters, score_mods
+from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -62,7 +62,7 @@ class _OnJointGraph(_CacheKey):
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        joint_graph.rewrite(graph, *(partial(rewrites.rewrite, own=self.own) for rewrites in (scatters, gathers)))
+        joint_graph.rewrite(graph, *(partial(rewrites.rewrite, own=self.own) for rewrites in (scatters, gathers, casts)))
 
 
 def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:

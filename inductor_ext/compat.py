@@ -360,6 +360,11 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def has_out_dtype_matmul(device: torch.device) -> bool:
+    """Whether half-precision matmuls can write fp32 there: fake tensors claim so everywhere, kernels exist on CUDA."""
+    return device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype") and hasattr(torch.ops.aten.bmm, "dtype")
+
+
 def has_tma(device: torch.device) -> bool:
     """Whether a kernel on ``device`` may add a whole tile into memory by TMA (the interpreter cannot)."""
     return device.type == "cuda" and architecture(device) >= 90

@@ -10,6 +10,6 @@ from pathlib import Path
 def check(test_file: str, name: str, text: str) -> None:
     path = Path(test_file).parent / "expected" / f"{name}.txt"
     if os.environ.get("EXPECTTEST_ACCEPT"):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), f"{path} differs; EXPECTTEST_ACCEPT=1 pytest accepts the new text"

@@ -10,17 +10,24 @@ from inductor_ext import backend, compat
 
 def rewritten(function, *inputs, options=None):
     """The text of the joint graph of ``function`` once our rewrites, and not yet stock's, have run."""
-    texts = []
+    return text(rewritten_graph(function, *inputs, options=options))
+
+
+def rewritten_graph(function, *inputs, options=None):
+    """A copy of that graph."""
+    graphs = []
     ours = backend._OnJointGraph.__call__
 
     def then_read(self, graph):
         ours(self, graph)
-        texts.append(text(graph))
+        copy = torch.fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        graphs.append(copy)
 
     torch._dynamo.reset()
     with mock.patch.object(backend._OnJointGraph, "__call__", then_read), compat.without_caches():
         torch.compile(function, backend="gradfuse", fullgraph=True, options=options)(*inputs)
-    return texts[0]
+    return graphs[0]
 
 
 def text(graph):
@@ -57,4 +64,6 @@ def _show(argument, name):
 
 def _target(node):
     target = node.target
+    if isinstance(target, str):
+        return node.op
     return re.sub(r"\.default$", "", str(target)) if isinstance(target, torch._ops.OpOverload) else target.__name__

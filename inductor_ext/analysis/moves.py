@@ -1,0 +1,108 @@
+"""Ops that move values and compute none: what a cast may be carried through."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+#: Ops whose result has another shape or order and every value of the first operand as it was, or fewer, or several times.
+MOVES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.diagonal.default,
+    aten.unfold.default,
+    aten.repeat.default,
+    aten.flip.default,
+    torch.ops.prims.rev.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
+#: Those of them that return a list, of which getitem takes a part.
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+#: The same for a list of operands.
+JOINS = {aten.cat.default, aten.stack.default}
+
+#: Moves that are views, as a rule: no memory is read.
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+#: Moves whose result has fewer elements than what they read.
+PARTS = {aten.slice.Tensor, aten.select.int}
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_of(node: Node) -> torch.dtype | None:
+    """The dtype of a node's tensor, or of the first of its tensors."""
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def holds(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
+    """Whether ``wide`` represents every value of ``narrow``, among the four floating-point types of arithmetic."""
+    if wide not in _FLOATS or narrow not in _FLOATS:
+        return False
+    return wide is narrow or (wide.itemsize > narrow.itemsize and wide.itemsize >= 4)
+
+
+def cast_of(node: Node) -> Node | None:
+    """What a cast casts; None for other nodes."""
+    if node.op == "call_function" and node.target is torch.ops.prims.convert_element_type.default:
+        return node.args[0]
+    return None
+
+
+def constant_of(node: Node) -> Any:
+    """The number that a tensor of one value holds; None for other nodes."""
+    if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
+        return node.args[1]
+    return None
+
+
+def moved(node: Node) -> list[Node]:
+    """The operands whose values an op moves; empty for an op that computes."""
+    if node.op != "call_function":
+        return []
+    if node.target in JOINS:
+        return list(node.args[0])
+    if node.target is operator.getitem:
+        return [node.args[0]] if node.args[0].target in _SPLITS else []
+    return [node.args[0]] if node.target in MOVES and isinstance(node.args[0], Node) else []

@@ -1,0 +1,319 @@
+"""Casts: round trips gone, bit for bit; lossy ones left; matmuls that write fp32 where a GPU can."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import inductor_ext
+from inductor_ext import compat
+from inductor_ext.analysis.moves import cast_of, dtype_of, holds, moved
+from tests import snapshots
+
+from .joint_graphs import rewritten, rewritten_graph
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def round_trips(graph):
+    """Casts of a graph whose operand was itself cast from their dtype to one that holds it, moved since or not."""
+    found = []
+    for node in graph.nodes:
+        source = cast_of(node)
+        while source is not None and cast_of(source) is None:
+            source = next(iter(moved(source)), None)
+        if source is None or dtype_of(source) is dtype_of(node):
+            continue
+        if dtype_of(cast_of(source)) is dtype_of(node) and holds(dtype_of(source), dtype_of(node)):
+            found.append(node)
+    return found
+
+
+def x(*shape, dtype=BF16):
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def adjacent(a):
+    return a.float().to(a.dtype) * 2
+
+
+def through_views(a):
+    return a.float().view(2, 3, 4).permute(2, 0, 1).unsqueeze(0).expand(5, -1, -1, -1).to(a.dtype) * 2
+
+
+def through_copies(a):
+    return a.float().t().contiguous().clone()[1:].to(a.dtype) * 2
+
+
+def through_cat(a):
+    wide = a.float()
+    return torch.cat([wide, wide.flip(0), torch.zeros(2, 4)]).to(a.dtype) * 2
+
+
+def cat_with_a_wide_tensor(a):
+    """One of the parts was never narrow: the cast rounds it, and stays."""
+    return torch.cat([a.float(), torch.full((1, 4), 0.1).exp()]).to(a.dtype) * 2
+
+
+def through_split(a):
+    first, second = a.float().split(3)
+    return (first.to(a.dtype) + second.to(a.dtype)) * 2
+
+
+def through_gather(a):
+    return a.float()[torch.tensor([1, 1, 0])].to(a.dtype) * 2
+
+
+def through_two_widenings(a):
+    return a.float().double().t().to(a.dtype) * 2
+
+
+def widened_twice(a):
+    return a.float().t().double() * 2
+
+
+def used_in_between(a):
+    wide = a.float()
+    return (wide.t().to(a.dtype) * 2).float() + wide.t()
+
+
+def lossy(a):
+    return a.to(torch.bfloat16).float() * 2
+
+
+def lossy_in_the_middle(a):
+    return a.float().to(torch.float16).float().to(a.dtype) * 2
+
+
+def returned(a):
+    return a.float().to(a.dtype)
+
+
+def returned_view(a):
+    return a.float().t().to(a.dtype)
+
+
+def returned_expanded(a):
+    return a.float().expand(2, 6, 4).to(a.dtype)
+
+
+def returned_twice(a):
+    wide = a.float()
+    return wide, wide.to(a.dtype)
+
+
+def printed(a):
+    wide = a.float()
+    return torch.ops.gradfuse.depend(wide, []).to(a.dtype) * 2
+
+
+def through_integers(a):
+    return a.int().to(a.dtype) * 2
+
+
+def through_fp8(a):
+    return a.to(torch.float8_e4m3fn).to(a.dtype) * 2
+
+
+def complex_numbers(a):
+    return torch.view_as_real(torch.view_as_complex(a.float().view(6, 2, 2)).to(torch.complex128).to(torch.complex64)).to(
+        a.dtype
+    )
+
+
+def residual_stream(a):
+    """The gradient is widened, added, and narrowed again."""
+    wide = a.float()
+    return wide + (wide.to(torch.bfloat16) * 2).float()
+
+
+def slices_of_a_cast(a):
+    wide = a.float()
+    return wide[:2] * 3 + wide[2:4] * 5
+
+
+def expanded_then_cast(a):
+    return a.view(1, 6, 4).expand(8, 6, 4).float() * 3
+
+
+def linear(a):
+    return torch.nn.functional.linear(a, a)
+
+
+CASES = {
+    "adjacent": (adjacent, x(6, 4)),
+    "adjacent_fp16": (adjacent, x(6, 4, dtype=FP16)),
+    "adjacent_fp32_through_fp64": (lambda a: a.double().t().float() * 2, x(6, 4, dtype=FP32)),
+    "through_views": (through_views, x(6, 4)),
+    "through_copies": (through_copies, x(6, 4)),
+    "through_cat": (through_cat, x(6, 4)),
+    "cat_with_a_wide_tensor": (cat_with_a_wide_tensor, x(6, 4)),
+    "through_split": (through_split, x(6, 4)),
+    "through_gather": (through_gather, x(6, 4)),
+    "through_two_widenings": (through_two_widenings, x(6, 4)),
+    "widened_twice": (widened_twice, x(6, 4)),
+    "used_in_between": (used_in_between, x(6, 4)),
+    "lossy": (lossy, x(6, 4, dtype=FP32)),
+    "lossy_in_the_middle": (lossy_in_the_middle, x(6, 4)),
+    "returned": (returned, x(6, 4)),
+    "returned_view": (returned_view, x(6, 4)),
+    "returned_expanded": (returned_expanded, x(6, 4)),
+    "returned_twice": (returned_twice, x(6, 4)),
+    "printed": (printed, x(6, 4)),
+    "through_integers": (through_integers, x(6, 4)),
+    "through_fp8": (through_fp8, x(6, 4)),
+    "complex_numbers": (complex_numbers, x(6, 4)),
+    "residual_stream": (residual_stream, x(6, 4, dtype=FP32)),
+    "slices_of_a_cast": (slices_of_a_cast, x(6, 4)),
+    "expanded_then_cast": (expanded_then_cast, x(6, 4)),
+}
+#: Cases with a cast that must stay, though it looks like the way back.
+LOSSY = {"cat_with_a_wide_tensor", "lossy_in_the_middle", "printed"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs(name):
+    function, argument = CASES[name]
+    graph, text = rewritten_graph(function, argument), rewritten(function, argument)
+    snapshots.check(__file__, f"casts/{name}", text)
+    assert name in LOSSY or not round_trips(graph)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits(name):
+    """Emulating eager's precision casts, so that what Inductor fuses is rounded as in eager mode."""
+    function, argument = CASES[name]
+    special = argument.detach().clone()
+    special.view(-1)[:6] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-39, 3e4]).to(argument.dtype)
+    for values in (argument.detach(), special):
+        eager, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+        want = function(eager)
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="gradfuse", fullgraph=True, options={"emulate_precision_casts": True})
+        got = compiled(ours)
+        if isinstance(want, tuple):
+            want, got = want[-1], got[-1]
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+        assert got.stride() == want.stride()
+        if want.requires_grad:
+            grad = torch.randn_like(want)
+            (w,), (g,) = torch.autograd.grad(want, eager, grad), torch.autograd.grad(got, ours, grad)
+            assert torch.equal(g.nan_to_num(), w.nan_to_num())
+
+
+@pytest.mark.parametrize("function", [returned, returned_view, returned_twice], ids=lambda f: f.__name__)
+def test_what_is_returned_is_a_tensor_of_its_own(function):
+    argument = torch.randn(6, 4).bfloat16()
+    before = argument.clone()
+    out = torch.compile(function, backend="gradfuse", fullgraph=True)(argument)
+    out = out[-1] if isinstance(out, tuple) else out
+    out.add_(1)
+    assert torch.equal(argument, before)
+
+
+@pytest.mark.parametrize("name", ["through_views", "used_in_between", "slices_of_a_cast", "expanded_then_cast"])
+def test_idempotent(name):
+    from inductor_ext.options import Options
+    from inductor_ext.rewrites import casts, joint_graph
+
+    function, argument = CASES[name]
+    graph = rewritten_graph(function, argument)
+    before = [(n.target, [str(a) for a in n.args]) for n in graph.nodes]
+    joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
+    assert before == [(n.target, [str(a) for a in n.args]) for n in graph.nodes]
+
+
+def test_the_report_counts_the_bytes():
+    with compat.without_caches(), inductor_ext.report.collect() as report:
+        torch.compile(through_views, backend="gradfuse")(x(6, 4)).sum().backward()
+    (decision, *_) = [d for d in report.decisions if d.pass_name == "casts"]
+    assert decision.op == "bfloat16 -> float32 -> bfloat16" and decision.path == "removed"
+    assert decision.why == f"{6 * 4 * 5 * 4} bytes not written" and "a.float().view" in decision.where
+
+
+def test_can_be_disabled():
+    graph = rewritten_graph(through_views, x(6, 4), options={"disable": ["casts"]})
+    assert round_trips(graph)
+
+
+WIDER = {BF16: (FP32, FP64), FP16: (FP32, FP64), FP32: (FP64,), FP64: ()}
+MOVES = {
+    "t": lambda a: a.t(),
+    "view": lambda a: a.reshape(a.shape[1], a.shape[0]),
+    "expand": lambda a: a.unsqueeze(0).expand(2, -1, -1).reshape(-1, a.shape[1]),
+    "contiguous": lambda a: a.t().contiguous(),
+    "slice": lambda a: a[1:] if len(a) > 2 else a,
+    "cat": lambda a: torch.cat([a, a.flip(0)]),
+    "cast": None,
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(MOVES)), st.sampled_from([BF16, FP16, FP32, FP64])), min_size=1, max_size=7),
+    st.sampled_from([BF16, FP16, FP32]),
+    st.integers(0, 2**16),
+)
+def test_random_chains_keep_every_bit(steps, dtype, seed):
+    """Casts in any order, lossy ones too: the pass alone, run by an interpreter of the graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from inductor_ext.options import Options
+    from inductor_ext.rewrites import casts, joint_graph
+
+    def chain(a):
+        for step, target in steps:
+            a = torch.ops.prims.convert_element_type(a, target) if step == "cast" else MOVES[step](a)
+        return torch.ops.prims.convert_element_type(a, dtype).sin()
+
+    start = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    traced = make_fx(chain, tracing_mode="fake")(start)
+    joint_graph.rewrite(traced.graph, lambda build: casts.rewrite(build, Options()))
+    traced.recompile()
+    assert torch.equal(traced(start), chain(start))
+    assert not round_trips(traced.graph)
+
+
+def out_dtype_nodes(function, *inputs):
+    """The matmuls with fp32 output that a graph on a GPU would get; nothing runs."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from inductor_ext.options import Options
+    from inductor_ext.rewrites import casts, joint_graph
+
+    with FakeTensorMode():
+        fakes = [torch.empty(i.shape, dtype=i.dtype, device="cuda") for i in inputs]
+        graph = make_fx(function)(*fakes).graph
+    joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
+    return [n.target for n in graph.nodes if n.target in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype)]
+
+
+def cast(a, dtype=FP32):
+    return torch.ops.prims.convert_element_type(a, dtype)
+
+
+FOLDED = {
+    "mm": lambda a, b: cast(a @ b),
+    "through_a_permute": lambda a, b: cast((a @ b).t()),
+    "bmm": lambda a, b: cast(torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)),
+    "added_to_a_gradient": lambda a, b: cast(a @ b) + cast(a @ b * 2).sin(),
+}
+NOT_FOLDED = {
+    "used_by_arithmetic": lambda a, b: cast(a @ b).sin(),
+    "also_used_in_half": lambda a, b: (lambda y: (cast(y), y.sin()))(a @ b),
+    "to_fp64": lambda a, b: cast(a @ b, FP64),
+    "of_fp32": lambda a, b: cast(cast(a) @ cast(b)),
+}
+
+
+@pytest.mark.parametrize("name", [*FOLDED, *NOT_FOLDED])
+def test_matmuls_with_fp32_output(name):
+    function = {**FOLDED, **NOT_FOLDED}[name]
+    targets = out_dtype_nodes(function, torch.empty(4, 6, dtype=BF16), torch.empty(6, 8, dtype=BF16))
+    assert len(targets) == (1 if name in FOLDED else 0)
+
+
+def test_a_matmul_on_the_cpu_is_left_as_it_is():
+    text = rewritten(lambda a: (a @ a.t()).float(), x(6, 4))
+    assert "mm.dtype" not in text and "convert_element_type" in text
