@@ -124,8 +124,10 @@ def kernels(case: Case, prepare: Callable[..., Any]) -> dict[str, Any]:
         _, codes = run_and_get_code(step, *case.inputs)
     found: list[tuple[str, float]] = []
     for code in codes:
-        for name, source in re.findall(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL):
-            launches = len(re.findall(rf"^ +{name}\.run\(", code, re.MULTILINE))
+        written = re.findall(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL)
+        calls = re.sub(r"'''.*?'''", "", code, flags=re.DOTALL)
+        for name, source in written:
+            launches = len(re.findall(rf"^ +{name}\.run\(", calls, re.MULTILINE))
             gigabytes = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)
             found += [(name, float(gigabytes.group(1)) * 1e9 if gigabytes else 0)] * launches
     casts = [b for name, b in found if {w for w in name.split("_") if w and not w.isdigit()} <= _CAST_WORDS]

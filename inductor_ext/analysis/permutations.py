@@ -215,7 +215,9 @@ def names_once(indices: Sequence[Node | None]) -> bool:
         mask = chosen[0].meta["val"].dtype in (torch.bool, torch.uint8)
         return mask or is_injective(chosen[0])
     columns = [_nonzero_column(i) for i in chosen]
-    if len({_size(i) for i in chosen}) > 1 or None in columns or len({source for source, _ in columns}) > 1:
+    sizes = [_size(i) for i in chosen]
+    alike = all(len(s) == len(sizes[0]) and all(map(_same, s, sizes[0])) for s in sizes)
+    if not alike or None in columns or len({source for source, _ in columns}) > 1:
         return False
     return {at for _, at in columns} == set(range(len(_size(columns[0][0].args[0]))))
 

@@ -13,7 +13,6 @@ gradient above 65504 is no inf), and is left out under Inductor's ``emulate_prec
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -22,7 +21,7 @@ from ..analysis.moves import PARTS, VIEWS, cast_of, constant_of, dtype_of, holds
 from ..compat import has_out_dtype_matmul, inductor_config, size_hint
 from ..options import Options
 from ..report import record, user_line
-from .joint_graph import HALF, Builder, value_of
+from .joint_graph import HALF, Builder, after_tangents, value_of
 
 NAME = "casts"
 MATMULS = "out_dtype"
@@ -44,9 +43,10 @@ def rewrite(build: Builder, own: Options) -> None:
             if cast_of(node) is not None and node.users:
                 _cast_fewer(build, node)
     if own.enabled(MATMULS) and not inductor_config.emulate_precision_casts:
+        backward = after_tangents(build.graph)
         for node in list(build.graph.nodes):
             if cast_of(node) is not None and node.users and dtype_of(node) is torch.float32:
-                _widen_matmul(build, node)
+                _widen_matmul(build, node, backward)
 
 
 class _RoundTrips:
@@ -218,14 +218,14 @@ def _cast_fewer(build: Builder, cast: Node) -> None:
         build.graph.erase_node(cast)
 
 
-def _widen_matmul(build: Builder, cast: Node) -> None:
+def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
     """Have a matmul of half precision write the fp32 that its result is cast to, where that leaves the graph."""
     chain, source = [], cast_of(cast)
     while source.target in VIEWS and len(source.users) == 1:
         chain.append(source)
         source = source.args[0]
     matmul = _OUT_DTYPE.get(source.target)
-    if matmul is None or len(source.users) > 1 or dtype_of(source) not in HALF or not _leaves(cast):
+    if matmul is None or len(source.users) > 1 or dtype_of(source) not in HALF or not _leaves(cast, backward):
         return
     if not has_out_dtype_matmul(value_of(source).device):
         return
@@ -241,13 +241,17 @@ def _widen_matmul(build: Builder, cast: Node) -> None:
     build.graph.erase_node(cast)
 
 
-def _leaves(node: Node) -> bool:
-    """Whether a tensor is returned as it is, or reshaped, or added to a gradient that is."""
-    uses: Counter[Any] = Counter()
+def _leaves(node: Node, backward: set[Node]) -> bool:
+    """Whether a tensor is returned as it is, or reshaped, or added to a gradient that is.
+
+    A sum that is not a gradient (a residual stream) is left: the matmul would write, and the sum read, twice the bytes.
+    """
+    uses: Counter[bool] = Counter()
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        if user.target in VIEWS or user.target is aten.clone.default or user.target is aten.add.Tensor:
+        summed = user.target is aten.add.Tensor and user in backward
+        if user.target in VIEWS or user.target is aten.clone.default or summed:
             pending.extend(user.users)
         else:
             uses[user.op == "output"] += 1

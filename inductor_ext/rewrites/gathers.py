@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..analysis.permutations import Repeated, repeated
 from ..analysis.scatter_adds import row_index
 from ..compat import size_hint, statically_known_true
 from ..options import Options
 from ..report import record, user_line
-from .joint_graph import SHAPE_ONLY, Builder, value_of
+from .joint_graph import SHAPE_ONLY, Builder, after_tangents, value_of
 
 NAME = "gathers"
 
@@ -64,7 +64,7 @@ def rewrite(build: Builder, own: Options) -> None:
     """Turn, in place, the order of every gather that reads a large tensor several times over."""
     if not own.enabled(NAME):
         return
-    backward = _after_tangents(build.graph)
+    backward = after_tangents(build.graph)
     for node in list(build.graph.nodes):
         region = _match(node)
         if region is None:
@@ -124,16 +124,6 @@ def _grow(region: _Region, backward: set[Node]) -> None:
         if from_rows and same_pass and (_is_elementwise(node, shape, operands, inside) or _is_row_sum(node)):
             inside.add(node)
             region.nodes.append(node)
-
-
-def _after_tangents(graph: Graph) -> set[Node]:
-    """The nodes of a joint graph that are computed in the backward."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if tangent or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _is_elementwise(node: Node, shape: torch.Size, operands: list[Node], inside: set[Node]) -> bool:

@@ -141,6 +141,16 @@ def copy_meta(source: Node, target: Node) -> None:
     target.meta.update(kept)
 
 
+def after_tangents(graph: Graph) -> set[Node]:
+    """The nodes of a joint graph that are computed in the backward."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two tensors are known to have one shape."""
     shapes = value_of(a).shape, value_of(b).shape

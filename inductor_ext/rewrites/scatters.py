@@ -198,7 +198,7 @@ class _Rewriter:
     def _like_first(self, index: Node, found: ScatterAdd) -> Node:
         """An index with the shape that all of them broadcast to."""
         shape = _index_shape(found)
-        if tuple(value_of(index).shape) == shape:
+        if all(same_shape(index, other) for other in found.indexed):
             return index
         return self.build.call(aten.expand.default, index, list(shape))
 
@@ -296,8 +296,10 @@ class _Rewriter:
 
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
     """The shape that the indices broadcast to."""
-    shapes = [tuple(value_of(i).shape) for i in found.indexed]
-    return shapes[0] if all(shape == shapes[0] for shape in shapes) else tuple(torch.broadcast_shapes(*shapes))
+    first, *others = found.indexed
+    if all(same_shape(first, other) for other in others):
+        return tuple(value_of(first).shape)
+    return tuple(torch.broadcast_shapes(*(value_of(i).shape for i in found.indexed)))
 
 
 def _narrowest(rows: int | None) -> torch.dtype:

@@ -1,5 +1,7 @@
 """Casts: round trips gone, bit for bit; lossy ones left; matmuls that write fp32 where a GPU can."""
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -285,6 +287,8 @@ def out_dtype_nodes(function, *inputs):
     with FakeTensorMode():
         fakes = [torch.empty(i.shape, dtype=i.dtype, device="cuda") for i in inputs]
         graph = make_fx(function)(*fakes).graph
+    for node, name in zip(graph.find_nodes(op="placeholder"), inspect.signature(function).parameters, strict=True):
+        node.target = name
     joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
     return [n.target for n in graph.nodes if n.target in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype)]
 
@@ -297,11 +301,11 @@ FOLDED = {
     "mm": lambda a, b: cast(a @ b),
     "through_a_permute": lambda a, b: cast((a @ b).t()),
     "bmm": lambda a, b: cast(torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)),
-    "added_to_a_gradient": lambda a, b: cast(a @ b) + cast(a @ b * 2).sin(),
 }
 NOT_FOLDED = {
     "used_by_arithmetic": lambda a, b: cast(a @ b).sin(),
     "also_used_in_half": lambda a, b: (lambda y: (cast(y), y.sin()))(a @ b),
+    "a_residual_stream": lambda a, b: cast(a) + cast(a @ b),
     "to_fp64": lambda a, b: cast(a @ b, FP64),
     "of_fp32": lambda a, b: cast(cast(a) @ cast(b)),
 }
@@ -310,8 +314,18 @@ NOT_FOLDED = {
 @pytest.mark.parametrize("name", [*FOLDED, *NOT_FOLDED])
 def test_matmuls_with_fp32_output(name):
     function = {**FOLDED, **NOT_FOLDED}[name]
-    targets = out_dtype_nodes(function, torch.empty(4, 6, dtype=BF16), torch.empty(6, 8, dtype=BF16))
+    targets = out_dtype_nodes(function, torch.empty(6, 6, dtype=BF16), torch.empty(6, 6, dtype=BF16))
     assert len(targets) == (1 if name in FOLDED else 0)
+
+
+def test_gradients_of_a_weight_used_twice_are_added_in_fp32():
+    """Both matmuls write fp32, and the sum, which is the gradient, is the only rounding there is."""
+
+    def tied(tangents_1, a, b):
+        return cast(tangents_1.t() @ a) + cast(tangents_1.t() @ b)
+
+    halves = [torch.empty(6, 6, dtype=BF16)] * 3
+    assert len(out_dtype_nodes(tied, *halves)) == 2
 
 
 def test_a_matmul_on_the_cpu_is_left_as_it_is():

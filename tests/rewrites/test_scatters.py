@@ -126,7 +126,7 @@ def columns(x, chosen):
 
 
 def matrix_of_indices(x, chosen):
-    return x[chosen.view(TOKENS, TOPK)]
+    return x[chosen.view(-1, TOPK)]
 
 
 def broadcast_indices(x, chosen):
@@ -223,7 +223,7 @@ def test_can_be_disabled():
     assert not report.decisions
 
 
-@pytest.mark.parametrize("function", [permute, few_hot_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [permute, few_hot_rows, two_indices, matrix_of_indices], ids=lambda f: f.__name__)
 def test_dynamic_lengths(function):
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="gradfuse", fullgraph=True, dynamic=True)
