@@ -84,7 +84,11 @@ def _block(dtype: torch.dtype) -> list[Tensor]:
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     "autocast-linear": (
         linear,
-        lambda: _tensors((BATCH * LENGTH, WIDTH), (WIDTH, WIDTH), dtype=torch.float32),
+        # Values that bf16 holds: what is measured is the rounding of the results.
+        lambda: [
+            x.detach().bfloat16().float().requires_grad_()
+            for x in _tensors((BATCH * LENGTH, WIDTH), (WIDTH, WIDTH), dtype=torch.float32)
+        ],
     ),
     "autocast-block": (autocast_block, partial(_block, torch.float32)),
     "bfloat16-block": (block, partial(_block, torch.bfloat16)),

@@ -118,6 +118,22 @@ def both_times(row: dict[str, Any], direction: str) -> str:
     return f"{row[f'{direction}_ms']:.2f} ({row[f'{direction}_kernels_ms']:.2f})"
 
 
+def casts_table() -> str:
+    result = load("casts")
+    lines = [
+        f"{provenance(result)} 8192 tokens, 4096 wide; milliseconds, median of `do_bench`; the errors against float64, in the "
+        "order of the parameters. Cast-only kernels and their bytes are counted in the code that Inductor wrote.",
+        "",
+        "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in result["rows"]:
+        errors = ", ".join(f"{e:.1e}" for e in r["error"][1:])
+        counts = f"{r['kernels']} | {r['cast_kernels']} | {r['cast_bytes'] / 1e9:.2f} GB"
+        lines.append(f"| {r['case']} | {r['peer']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {counts} | {errors} |")
+    return "\n".join(lines)
+
+
 def moe_plot(path: Path) -> None:
     """Backward kernel time over the bound, by case."""
     rows = [r for r in load("moe")["rows"] if r["backward_bytes"]]
@@ -190,7 +206,13 @@ def flex_plot(path: Path) -> None:
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    tables = {"flex": flex_table, "flex_sweep": flex_sweep_table, "flex_cpu": flex_cpu_table, "moe": moe_table}
+    tables = {
+        "flex": flex_table,
+        "flex_sweep": flex_sweep_table,
+        "flex_cpu": flex_cpu_table,
+        "moe": moe_table,
+        "casts": casts_table,
+    }
     for name, table in tables.items():
         content = table()
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
