@@ -121,8 +121,8 @@ def both_times(row: dict[str, Any], direction: str) -> str:
 def casts_table() -> str:
     result = load("casts")
     lines = [
-        f"{provenance(result)} 8192 tokens, 4096 wide; milliseconds, median of `do_bench`; the errors against float64, in the "
-        "order of the parameters. Cast-only kernels and their bytes are counted in the code that Inductor wrote.",
+        f"{provenance(result)} 8192 tokens, 4096 wide; milliseconds, median of `do_bench`; the errors against float64, in "
+        "the order of the parameters. Cast-only kernels and their bytes are counted in the code that Inductor wrote.",
         "",
         "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
         "|---|---|---|---|---|---|---|---|",

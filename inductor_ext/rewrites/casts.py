@@ -244,15 +244,23 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
 def _leaves(node: Node, backward: set[Node]) -> bool:
     """Whether a tensor is returned as it is, or reshaped, or added to a gradient that is.
 
-    A sum that is not a gradient (a residual stream) is left: the matmul would write, and the sum read, twice the bytes.
+    Gradients are accumulated in the backward, or in place into an input. Any other sum (a residual stream) is left: the
+    matmul would write, and the sum read, twice the bytes.
     """
     uses: Counter[bool] = Counter()
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        summed = user.target is aten.add.Tensor and user in backward
-        if user.target in VIEWS or user.target is aten.clone.default or summed:
+        summed = user.target is aten.add.Tensor and (user in backward or any(map(_is_stored_in_input, user.users)))
+        if _is_stored_in_input(user):
+            uses[True] += 1
+        elif user.target in VIEWS or user.target is aten.clone.default or summed:
             pending.extend(user.users)
         else:
             uses[user.op == "output"] += 1
     return uses[True] > 0 and not uses[False]
+
+
+def _is_stored_in_input(node: Node) -> bool:
+    """Whether a node overwrites an input of the graph, as the end of an in-place operation does."""
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"

@@ -341,6 +341,14 @@ def test_gradients_of_a_weight_used_twice_are_added_in_fp32():
     assert len(out_dtype_nodes(tied, *halves)) == 2
 
 
+def test_a_gradient_accumulated_in_place_is_added_in_fp32():
+    def accumulate(acc, a, b):
+        acc.copy_(acc + cast(a @ b))
+        return acc
+
+    assert len(out_dtype_nodes(accumulate, torch.empty(6, 6), *[torch.empty(6, 6, dtype=BF16)] * 2)) == 1
+
+
 def test_a_matmul_on_the_cpu_is_left_as_it_is():
     text = rewritten(lambda a: (a @ a.t()).float(), x(6, 4))
     assert "mm.dtype" not in text and "convert_element_type" in text
