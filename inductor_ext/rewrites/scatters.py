@@ -40,6 +40,9 @@ SORT_SECONDS = 60e-6
 ATOMIC_SECONDS = 1 / 0.6e12
 BANDWIDTH = 3.5e12
 
+#: Rows and places that the kernels count in 32 bits.
+_MOST = 2**31 - 2**10
+
 #: What a rewrite hands back: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]
 
@@ -153,7 +156,10 @@ class _Rewriter:
         dims = range(found.dim, found.dim + len(found.indexed))
         sizes = [size_hint(n) for n in (*base.shape, *values.shape, *value_of(found.indexed[0]).shape)]
         rows = [size_hint(base.shape[d]) for d in dims]
-        if None in sizes or 0 in sizes or math.prod(rows) > torch.iinfo(torch.int32).max - 1:
+        if None in sizes or 0 in sizes:
+            return False
+        places_of_keys = math.prod(size_hint(n) for n in _index_shape(found))
+        if max(math.prod(rows), places_of_keys) > _MOST:
             return False
         if self.deterministic:
             return True

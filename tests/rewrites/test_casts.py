@@ -289,8 +289,11 @@ def test_random_chains_keep_every_bit(steps, dtype, seed):
     assert not round_trips(traced.graph)
 
 
-def out_dtype_nodes(function, *inputs):
-    """The matmuls with fp32 output that a graph on a GPU would get; nothing runs."""
+def out_dtype_nodes(function, *inputs, into_first=False):
+    """The matmuls with fp32 output that a graph on a GPU would get; nothing runs.
+
+    into_first: the result overwrites the first input, as at the end of an in-place operation.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -302,6 +305,11 @@ def out_dtype_nodes(function, *inputs):
         graph = make_fx(function)(*fakes).graph
     for node, name in zip(graph.find_nodes(op="placeholder"), inspect.signature(function).parameters, strict=True):
         node.target = name
+    if into_first:
+        output = graph.find_nodes(op="output")[0]
+        with graph.inserting_before(output):
+            first = graph.find_nodes(op="placeholder")[0]
+            output.args = (graph.call_function(torch.ops.aten.copy_.default, (first, output.args[0])),)
     joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
     return [n.target for n in graph.nodes if n.target in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype)]
 
@@ -343,10 +351,11 @@ def test_gradients_of_a_weight_used_twice_are_added_in_fp32():
 
 def test_a_gradient_accumulated_in_place_is_added_in_fp32():
     def accumulate(acc, a, b):
-        acc.copy_(acc + cast(a @ b))
-        return acc
+        return acc + cast(a @ b)
 
-    assert len(out_dtype_nodes(accumulate, torch.empty(6, 6), *[torch.empty(6, 6, dtype=BF16)] * 2)) == 1
+    inputs = torch.empty(6, 6), *[torch.empty(6, 6, dtype=BF16)] * 2
+    assert len(out_dtype_nodes(accumulate, *inputs, into_first=True)) == 1
+    assert not out_dtype_nodes(accumulate, *inputs)
 
 
 def test_a_matmul_on_the_cpu_is_left_as_it_is():
