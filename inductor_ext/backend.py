@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
 from .options import Options, split
-from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, scatters, score_mods
+from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, scans, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -107,6 +107,7 @@ def gradfuse(
     patches = compat.inductor_patches(mode, inductor_options, dynamic)
     score_mods.rewrite(gm, own)
     hoisting.rewrite(gm, own)
+    scans.rewrite(gm, own)
     return compat.compile_fx(
         gm,
         example_inputs,

@@ -21,6 +21,7 @@ import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.associative_scan import associative_scan_op  # noqa: F401  (registers the op)
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import ir
@@ -47,6 +48,7 @@ __all__ = [
     "PointwiseSubgraphLowering",
     "SymbolicGridFn",
     "V",
+    "associative_scan_hop",
     "autotune",
     "compile_fx",
     "compile_fx_inner",
@@ -74,6 +76,7 @@ __all__ = [
     "zeros_and_scatter",
 ]
 
+associative_scan_hop = torch.ops.higher_order.associative_scan
 flex_attention_hop = torch.ops.higher_order.flex_attention
 flex_attention_backward_hop = torch.ops.higher_order.flex_attention_backward
 zeros_and_scatter = torch.ops.flex_lib.zeros_and_scatter.default

@@ -1,0 +1,152 @@
+"""``scan(combine, xs)``: associative_scan along dim 0, with a gradient that is itself an associative scan, run backwards.
+
+With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, and J_t the k x k matrix dc/dy at
+``(y_{t-1}, x_t)``, the gradient of y_t through all that follows is
+
+    lambda_t = g_t + J_{t+1}^T lambda_{t+1},          dx_t = (dc/dx)^T lambda_t,          dx_0 = lambda_0
+
+a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
+that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
+scanned apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import associative_scan_hop
+
+#: ∂c_i/∂y_j by (i, j), only where it is not zero by structure.
+_Jacobian = dict[tuple[int, int], Tensor]
+
+
+class _Scan(torch.autograd.Function):
+    """combine takes k leaves of the sum so far and k of the next element; xs are k tensors [T, ...] of one shape."""
+
+    @staticmethod
+    def forward(ctx: Any, combine: Callable[..., Any], additional: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        ys = tuple(associative_scan_hop(combine, list(xs), additional))
+        ctx.combine = lambda *operands: combine(*operands, *additional)
+        ctx.save_for_backward(*xs, *ys)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        xs, ys = saved[: len(grads)], saved[len(grads) :]
+        return None, None, *scan_gradients(ctx.combine, xs, ys, grads)
+
+
+def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
+    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0; additional operands of ``combine`` get no gradient."""
+    return _Scan.apply(combine, tuple(additional), *xs)
+
+
+def scan_gradients(
+    combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of ``xs`` given those of ``ys = scan(combine, xs)``, None where there is none."""
+    if xs[0].shape[0] <= 1:
+        return list(grads)
+    with torch.enable_grad():
+        floating = [i for i, x in enumerate(xs) if x.is_floating_point()]
+        before, now = [y[:-1].detach() for y in ys], [x[1:].detach() for x in xs]
+        for i in floating:
+            before[i].requires_grad_()
+            now[i].requires_grad_()
+        after = torch.utils._pytree.tree_leaves(combine(*before, *now))
+        jacobian = _jacobian(after, before, floating)
+        adjoint = _adjoint(jacobian, grads)
+        through = [i for i in adjoint if after[i].requires_grad]
+        parts = torch.autograd.grad(
+            [after[i] for i in through],
+            [now[i] for i in floating],
+            [adjoint[i][1:].to(after[i].dtype) for i in through],
+            allow_unused=True,
+        )
+    result: list[Tensor | None] = [None] * len(xs)
+    for i, rest in zip(floating, parts, strict=True):
+        first = adjoint[i][:1].to(xs[i].dtype) if i in adjoint else torch.zeros_like(xs[i][:1])
+        if rest is not None or i in adjoint:
+            result[i] = torch.cat([first, rest if rest is not None else torch.zeros_like(xs[i][1:])])
+    return result
+
+
+def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> _Jacobian:
+    """Every ∂after_i/∂before_j, element by element, detached."""
+    found = {}
+    for i in floating:
+        if not after[i].requires_grad:
+            continue
+        ones = torch.ones_like(after[i])
+        columns = torch.autograd.grad(after[i], [before[j] for j in floating], ones, retain_graph=True, allow_unused=True)
+        found.update({(i, j): c.detach() for j, c in zip(floating, columns, strict=True) if c is not None})
+    return found
+
+
+def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """lambda [T, ...] of every leaf that has one, in fp32 at least."""
+    reached = {i for i, g in enumerate(grads) if g is not None}
+    while more := {j for i, j in jacobian if i in reached} - reached:
+        reached |= more
+    (some, *_) = (g for g in grads if g is not None)
+    found: dict[int, Tensor] = {}
+    for group in _groups(reached, jacobian):
+        wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
+        b = [(torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i]).flip(0) for i in group]
+        places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
+        coefficients = []
+        for j, i in places:
+            column = jacobian.get((i, j))
+            rest = torch.zeros_like(some[1:]) if column is None else column
+            # The last element has none after it.
+            coefficients.append(torch.cat([torch.zeros_like(rest[:1]), rest.flip(0)]).to(wide[i]))
+        if places:
+            scanned = associative_scan_hop(_linear(places, group), [*coefficients, *b], ())
+            b = list(scanned[len(places) :])
+        found.update({i: total.flip(0) for i, total in zip(group, b, strict=True)})
+    return found
+
+
+def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
+    """The leaves, those that meet together."""
+    groups: list[set[int]] = [{i} for i in sorted(leaves)]
+    for i, j in jacobian:
+        if i in leaves and j in leaves:
+            first, second = (next(g for g in groups if n in g) for n in (i, j))
+            if first is not second:
+                first |= second
+                groups.remove(second)
+    return [sorted(g) for g in groups]
+
+
+def _closed(places: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The places of a matrix that powers of one with these places can fill."""
+    closed = set(places)
+    while more := {(i, last) for i, j in closed for k, last in closed if j == k} - closed:
+        closed |= more
+    return sorted(closed)
+
+
+def _linear(places: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
+    """``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves: the entries of A at ``places``, then b of ``group``."""
+    count = len(places) + len(group)
+
+    def combine(*flat: Tensor) -> list[Tensor]:
+        (a1, b1), (a2, b2) = (
+            (dict(zip(places, half, strict=False)), dict(zip(group, half[len(places) :], strict=True)))
+            for half in (flat[:count], flat[count:])
+        )
+        products = []
+        for i, last in places:
+            terms = [a2[i, j] * a1[j, last] for j in group if (i, j) in a2 and (j, last) in a1]
+            products.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(a1[i, last]))
+        return [*products, *(sum((a2[i, j] * b1[j] for j in group if (i, j) in a2), b2[i]) for i in group)]
+
+    return combine

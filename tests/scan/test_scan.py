@@ -1,0 +1,211 @@
+"""The gradient of associative_scan by one reverse scan, in float64 against autograd of a plain loop."""
+
+import pytest
+import torch
+
+from inductor_ext.ops.scan import scan
+
+
+def gated(a1, x1, a2, x2):
+    return a1 * a2, x1 * a2 + x2
+
+
+def total(x1, x2):
+    return (x1 + x2,)
+
+
+def product(x1, x2):
+    return (x1 * x2,)
+
+
+def largest(x1, x2):
+    return (torch.maximum(x1, x2),)
+
+
+def logsumexp(x1, x2):
+    return (torch.logaddexp(x1, x2),)
+
+
+def complex_product(r1, i1, r2, i2):
+    return r1 * r2 - i1 * i2, r1 * i2 + i1 * r2
+
+
+def matrix_product(a1, b1, c1, d1, a2, b2, c2, d2):
+    """The later matrix times the earlier one."""
+    return a2 * a1 + b2 * c1, a2 * b1 + b2 * d1, c2 * a1 + d2 * c1, c2 * b1 + d2 * d1
+
+
+def upper_triangular(a1, b1, d1, a2, b2, d2):
+    """b meets the others only in one direction."""
+    return a2 * a1, a2 * b1 + b2 * d1, d2 * d1
+
+
+def log_space(la1, lx1, la2, lx2):
+    return la1 + la2, torch.logaddexp(lx1 + la2, lx2)
+
+
+def affine_pairs(a1, x1, y1, a2, x2, y2):
+    """One gate for two states."""
+    return a1 * a2, x1 * a2 + x2, y1 * a2 + y2
+
+
+def unrelated(x1, y1, x2, y2):
+    return x1 + x2, y1 * y2
+
+
+def two_gates(a1, b1, x1, a2, b2, x2):
+    return a1 * a2, b1 * b2, x1 * a2 * b2 + x2
+
+
+def delayed(a1, x1, z1, a2, x2, z2):
+    """z collects what x was: a recurrence driven by another."""
+    return a1 * a2, x1 * a2 + x2, z1 + z2 + 0 * x1
+
+
+def segmented(flag1, x1, flag2, x2):
+    """A sum that starts anew where a flag (an integer leaf) is set."""
+    return flag1 | flag2, torch.where(flag2 != 0, x2, x1 + x2)
+
+
+def largest_and_where(x1, i1, x2, i2):
+    later = x2 > x1
+    return torch.where(later, x2, x1), torch.where(later, i2, i1)
+
+
+COMBINES = {
+    gated: "ff",
+    total: "f",
+    product: "f",
+    largest: "f",
+    logsumexp: "f",
+    complex_product: "ff",
+    matrix_product: "ffff",
+    upper_triangular: "fff",
+    log_space: "ff",
+    affine_pairs: "fff",
+    unrelated: "ff",
+    two_gates: "fff",
+    delayed: "fff",
+    segmented: "if",
+    largest_and_where: "fi",
+}
+
+
+def leaves(kinds, length, dtype=torch.float64, device="cpu"):
+    made = []
+    for kind in kinds:
+        if kind == "i":
+            made.append(torch.randint(0, 2, (length, 3, 2), device=device))
+        else:
+            made.append((0.5 + torch.rand(length, 3, 2, dtype=dtype, device=device)).requires_grad_())
+    return made
+
+
+def loop(combine, xs):
+    ys = [tuple(x[0] for x in xs)]
+    for t in range(1, len(xs[0])):
+        ys.append(tuple(combine(*ys[-1], *(x[t] for x in xs))))
+    return [torch.stack(y) for y in zip(*ys, strict=True)]
+
+
+def gradients(ys, xs, used, seed=0):
+    """Of the outputs at ``used``, with random weights, for every leaf that has a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [y for at, y in enumerate(ys) if y.is_floating_point() and at in used]
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in chosen]
+    floating = [x for x in xs if x.requires_grad]
+    return torch.autograd.grad(chosen, floating, weights, allow_unused=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("combine", COMBINES, ids=lambda f: f.__name__)
+def test_against_a_loop(combine, length):
+    xs = leaves(COMBINES[combine], length)
+    ys, wants = scan(combine, xs), loop(combine, xs)
+    for y, want in zip(ys, wants, strict=True):
+        torch.testing.assert_close(y, want)
+    everything = range(len(xs))
+    for used in (everything, everything[-1:], everything[:1]):
+        if not any(ys[i].is_floating_point() for i in used):
+            continue
+        got, exact = gradients(ys_again(combine, xs), xs, used), gradients(loop(combine, xs), xs, used)
+        for g, e in zip(got, exact, strict=True):
+            zero = torch.zeros_like(xs[0], dtype=torch.float64)
+            torch.testing.assert_close(zero if g is None else g, zero if e is None else e)
+
+
+def ys_again(combine, xs):
+    return scan(combine, xs)
+
+
+def test_leaves_that_need_no_gradient():
+    a, x = leaves("ff", 7)
+    (want,) = gradients(loop(gated, [a.detach(), x]), [x], (1,))
+    (got,) = gradients(scan(gated, [a.detach(), x]), [x], (1,))
+    torch.testing.assert_close(got, want)
+
+
+def test_only_what_meets_is_scanned():
+    """The gradient of a gated recurrence through its state alone scans one coefficient and one value, not six leaves."""
+    from unittest import mock
+
+    from inductor_ext.ops import scan as module
+
+    counts, original = [], module.associative_scan_hop
+
+    def counting(combine, xs, additional):
+        counts.append(len(xs))
+        return original(combine, xs, additional)
+
+    with mock.patch.object(module, "associative_scan_hop", counting):
+        a, x = leaves("ff", 7)
+        gradients(scan(gated, [a, x]), [a, x], (1,))
+    assert counts == [2, 2]
+
+
+@pytest.mark.gpu
+class TestCompiled:
+    def step(self, combine, xs, backend, dim=0, reverse=False, used=None):
+        from torch._higher_order_ops.associative_scan import associative_scan
+
+        def run(*leaves):
+            def pairs(left, right):
+                return tuple(combine(*left, *right))
+
+            return associative_scan(pairs, tuple(leaves), dim, reverse=reverse, combine_mode="pointwise")
+
+        torch._dynamo.reset()
+        ys = torch.compile(run, backend=backend, fullgraph=True)(*xs)
+        return ys, gradients(ys, xs, range(len(xs)) if used is None else used)
+
+    @pytest.mark.parametrize("combine", [c for c, kinds in COMBINES.items() if "i" not in kinds], ids=lambda f: f.__name__)
+    def test_against_a_loop(self, combine):
+        xs = leaves(COMBINES[combine], 97, torch.float32, "cuda")
+        xs = [(x.detach() * 0.8).requires_grad_() for x in xs]
+        exact = [x.detach().double().requires_grad_() for x in xs]
+        ys, got = self.step(combine, xs, "gradfuse")
+        wants = loop(combine, exact)
+        for y, want in zip(ys, wants, strict=True):
+            torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
+        for g, want in zip(got, gradients(wants, exact, range(len(xs))), strict=True):
+            error = (g.double() - want).norm() / want.norm()
+            assert error < 1e-5
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize("dim", [0, 1, 2])
+    def test_the_gradient_that_was_zero(self, dim, reverse):
+        """pointwise mode, the gated recurrence: stock returns zeros for the gate."""
+        shape = [4, 5, 6]
+        a = (0.5 + torch.rand(shape, device="cuda")).requires_grad_()
+        x = torch.randn(shape, device="cuda", requires_grad=True)
+        _, (da, dx) = self.step(gated, [a, x], "gradfuse", dim, reverse, used=(1,))
+        exact = [
+            t.detach().double().movedim(dim, 0).flip(0) if reverse else t.detach().double().movedim(dim, 0) for t in (a, x)
+        ]
+        exact = [t.requires_grad_() for t in exact]
+        y = loop(gated, exact)[1]
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda().movedim(dim, 0)
+        wants = torch.autograd.grad(y, exact, weight.flip(0) if reverse else weight)
+        for got, want in zip((da, dx), wants, strict=True):
+            want = (want.flip(0) if reverse else want).movedim(0, dim)
+            assert want.norm() > 0 and (got.double() - want).norm() / want.norm() < 1e-6
