@@ -40,7 +40,7 @@ SORT_SECONDS = 60e-6
 ATOMIC_SECONDS = 1 / 0.6e12
 BANDWIDTH = 3.5e12
 
-#: Rows and places that the kernels count in 32 bits.
+#: Rows and places are counted in 32 bits.
 _MOST = 2**31 - 2**10
 
 #: What a rewrite hands back: the sum (in fp32 for half precision), the path and the reason.
@@ -152,21 +152,18 @@ class _Rewriter:
 
     def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
         """Whether a sort and a segmented sum take less time than fp32 atomics (or must, to be reproducible)."""
-        base, values = value_of(found.base), value_of(found.values)
-        dims = range(found.dim, found.dim + len(found.indexed))
-        sizes = [size_hint(n) for n in (*base.shape, *values.shape, *value_of(found.indexed[0]).shape)]
-        rows = [size_hint(base.shape[d]) for d in dims]
-        if None in sizes or 0 in sizes:
+        base, values, index = value_of(found.base).shape, value_of(found.values).shape, _index_shape(found)
+        if any(size_hint(n) in (None, 0) for n in (*base, *values, *index)):
             return False
-        places_of_keys = math.prod(size_hint(n) for n in _index_shape(found))
-        if max(math.prod(rows), places_of_keys) > _MOST:
+        cells, elements, places = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
+        rows = math.prod(size_hint(n) for n in base[found.dim : found.dim + len(found.indexed)])
+        if max(rows, places) > _MOST:
             return False
         if self.deterministic:
             return True
-        elements, places = math.prod(map(size_hint, values.shape)), math.prod(map(size_hint, base.shape))
         rounding = 6 if dtype in HALF else 0
-        atomics = elements * ATOMIC_SECONDS + places * (4 + rounding) / BANDWIDTH
-        sorting = SORT_SECONDS + (elements + 2 * places) * dtype.itemsize / BANDWIDTH
+        atomics = elements * ATOMIC_SECONDS + cells * (4 + rounding) / BANDWIDTH
+        sorting = SORT_SECONDS + (elements + 2 * cells) * dtype.itemsize / BANDWIDTH
         return found.dim == 0 and sorting < atomics
 
     def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:

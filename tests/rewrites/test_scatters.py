@@ -1,5 +1,7 @@
 """Gradients of gathers, and scatter-adds, in half precision: as exact as fp32 sums rounded once, on every path."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -258,3 +260,30 @@ def test_empty_index():
         torch.compile(lambda x, i: x[i], backend="gradfuse"), x, torch.zeros(0, dtype=torch.int64), torch.ones(0, 3)
     )
     assert torch.equal(got, torch.zeros_like(x))
+
+
+MASKED = {
+    "pair_of_one_nonzero": (lambda x, m, chosen: x[torch.where(m)], "store"),
+    "mask": (lambda x, m, chosen: x[m[:, 0]], "store"),
+    "ids_behind_a_mask": (lambda x, m, chosen: x[chosen[m.view(-1)[: chosen.numel()]]], "fp32"),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_lengths_that_data_decides(name, deterministic):
+    function, path = MASKED[name]
+    x, mask, chosen = torch.randn(TOKENS, WIDTH).bfloat16(), torch.rand(TOKENS, WIDTH) > 0.5, routing() % TOKENS
+    leaf = x.requires_grad_()
+    options = {"deterministic": deterministic}
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True))
+        scope.enter_context(compat.without_caches())
+        report = scope.enter_context(inductor_ext.report.collect())
+        out = torch.compile(function, backend="gradfuse", fullgraph=True, options=options)(leaf, mask, chosen)
+        (got,) = torch.autograd.grad(out.float().square().sum(), leaf)
+    assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {path}
+    exact = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(function(exact, mask, chosen).square().sum(), exact)
+    (eager,) = torch.autograd.grad(function(leaf, mask, chosen).float().square().sum(), leaf)
+    assert relative_error(got, want) <= 1.2 * relative_error(eager, want)
