@@ -140,6 +140,17 @@ def sorted_tensor(node: Node) -> Node | None:
     return node.args[0].args[0] if _orders_all(node.args[0]) else None
 
 
+def argsorted(node: Node) -> Node | None:
+    """The permutation [N] that ``node`` is the ascending argsort, and so the inverse, of."""
+    source = sorted_tensor(node)
+    if source is None:
+        return None
+    sort = node.args[0]
+    descending = sort.kwargs.get("descending", len(sort.args) > 2 and sort.args[2])
+    source = same_values(source)
+    return source if not descending and len(_size(source)) == 1 and is_permutation(source) else None
+
+
 def stored_inverse(node: Node) -> Node | None:
     """The permutation that ``node`` is the inverse of, made by storing an arange (or a permutation) at its places.
 

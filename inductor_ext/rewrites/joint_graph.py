@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..analysis.permutations import repeated, same_values, sorted_tensor
+from ..analysis.permutations import argsorted
 from ..compat import detect_fake_mode, statically_known_true
 
 aten = torch.ops.aten
@@ -116,12 +116,7 @@ class Builder:
     def inverse(self, permutation: Node) -> Node:
         """The inverse [N] of a permutation: found in the graph, or made right after it and shared."""
         if permutation not in self._inverses:
-            source = sorted_tensor(permutation)
-            source = same_values(source) if source is not None else None
-            proof = repeated(source) if source is not None else None
-            if proof is None or proof.permutation is None or proof.times != 1:
-                source = self._stored_inverse(permutation)
-            self._inverses[permutation] = source
+            self._inverses[permutation] = argsorted(permutation) or self._stored_inverse(permutation)
         return self._inverses[permutation]
 
     def _stored_inverse(self, permutation: Node) -> Node:

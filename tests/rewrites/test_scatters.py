@@ -52,6 +52,16 @@ def double_argsort(x, chosen):
     return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True).argsort(stable=True)]
 
 
+def descending_argsort_of_a_permutation(x, chosen):
+    """Not the inverse of what it sorts, unlike the ascending one."""
+    return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True).argsort(descending=True)]
+
+
+def argsort_of_a_column(x, chosen):
+    order = chosen.argsort(stable=True).view(-1, 1).flip(0).argsort(0)
+    return x.repeat_interleave(TOPK, 0)[order.argsort(0).squeeze(1)]
+
+
 def part_of_a_permutation(x, chosen):
     return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True)[10:90]]
 
@@ -160,6 +170,7 @@ def embedded_with_padding(x, chosen):
 GATHERS = [permute, permute_by_sort_int32, permute_by_index_select, permute_by_gather]
 GATHERS += [repeated_tokens, repeated_and_permuted, tiled_tokens, remainder_of_a_permutation]
 PLAIN = [permutation, inverse_permutation, double_argsort, columns_by_permutation, true_places]
+PLAIN += [descending_argsort_of_a_permutation, argsort_of_a_column]
 SUMS = [combine, combine_by_scatter_add]
 UNPROVEN = [few_hot_rows, overwritten_order, two_uses, plus_a_row, wrong_row_count, two_indices, negative_indices]
 UNPROVEN += [columns, matrix_of_indices, broadcast_indices]
