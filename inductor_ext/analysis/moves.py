@@ -10,11 +10,11 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
-#: Ops whose result has another shape or order and every value of the first operand as it was, or fewer, or several times.
-MOVES = {
+#: Moves that are views, as a rule: no memory is read.
+VIEWS = {
     aten.view.default,
-    aten._unsafe_view.default,
     aten.reshape.default,
+    aten._unsafe_view.default,
     aten.permute.default,
     aten.transpose.int,
     aten.t.default,
@@ -23,9 +23,13 @@ MOVES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
-    aten.clone.default,
     aten.alias.default,
     aten.detach.default,
+}
+
+#: Ops whose result has another shape or order and every value of the first operand as it was, or fewer, or several times.
+MOVES = VIEWS | {
+    aten.clone.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.diagonal.default,
@@ -44,23 +48,6 @@ MOVES = {
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 #: The same for a list of operands.
 JOINS = {aten.cat.default, aten.stack.default}
-
-#: Moves that are views, as a rule: no memory is read.
-VIEWS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.expand.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.alias.default,
-    aten.detach.default,
-}
 
 #: Moves whose result has fewer elements than what they read.
 PARTS = {aten.slice.Tensor, aten.select.int}
