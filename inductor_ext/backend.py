@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
+from .ops import mlstm
 from .options import Options, split
 from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, scans, scatters, score_mods
 
@@ -73,6 +74,10 @@ def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
     return patched
 
 
+def _decompositions(own: Options) -> dict[Any, Callable[..., Any]]:
+    return {torch.ops.gradfuse.mlstm.default: mlstm.decomposed} if own.enabled("mlstm") else {}
+
+
 def _inner_compile(own: Options) -> Callable[..., Any]:
     """Inductor's inner compile of one graph (forward or backward) with our post-AOT rewrites and lowerings in force."""
 
@@ -113,6 +118,7 @@ def gradfuse(
         example_inputs,
         inner_compile=_inner_compile(own),
         config_patches=_with_passes(own, patches),
+        decompositions=compat.decompositions(_decompositions(own)),
     )
 
 

@@ -28,7 +28,7 @@ from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.lowering import empty, empty_strided, lowerings
+from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
@@ -52,6 +52,7 @@ __all__ = [
     "autotune",
     "compile_fx",
     "compile_fx_inner",
+    "decompositions",
     "detect_fake_mode",
     "deterministic_lowerings",
     "empty",
@@ -171,6 +172,16 @@ def custom_passes(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def decompositions(ours: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions with entries of ours."""
+    return {**select_decomp_table(), **ours}
+
+
+def fallback(op: Any) -> Callable[..., Any]:
+    """The lowering that calls a custom op's own code."""
+    return fallback_handler(op._opoverload, add_to_fallback_set=False)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,8 @@ def _guarded(value: Any) -> Any:
     return V.graph.sizevars.guard_int(value) if isinstance(value, sympy.Expr) else value
 
 
-def _next_power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is not under ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -90,7 +91,7 @@ def template_options(
 
     options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
-    options.setdefault("FLOAT32_PRECISION", _float32_precision())
+    options.setdefault("FLOAT32_PRECISION", float32_precision())
     return {
         **options,
         "SM_SCALE": scale,
@@ -102,14 +103,15 @@ def template_options(
         "SPARSE_Q_BLOCK_SIZE": query_block,
         "SPARSE_KV_BLOCK_SIZE": key_block,
         "QK_HEAD_DIM": qk_dim,
-        "QK_HEAD_DIM_ROUNDED": _next_power_of_two(qk_dim),
+        "QK_HEAD_DIM_ROUNDED": next_power_of_two(qk_dim),
         "V_HEAD_DIM": v_dim,
-        "V_HEAD_DIM_ROUNDED": _next_power_of_two(v_dim),
-        "SAFE_HEAD_DIM": _next_power_of_two(qk_dim) == qk_dim and _next_power_of_two(v_dim) == v_dim,
+        "V_HEAD_DIM_ROUNDED": next_power_of_two(v_dim),
+        "SAFE_HEAD_DIM": next_power_of_two(qk_dim) == qk_dim and next_power_of_two(v_dim) == v_dim,
     }
 
 
-def _float32_precision() -> str:
+def float32_precision() -> str:
+    """The precision of fp32 matmuls that torch is set to, as a template's constant."""
     precision = torch.backends.cuda.matmul.fp32_precision
     exact = precision in ("ieee", "none") if precision != "none" else torch.get_float32_matmul_precision() == "highest"
     return "'ieee'" if exact or torch.version.hip else "'tf32'"
