@@ -20,9 +20,9 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings
-from .ops import mlstm
+from .ops import mlstm as mlstm_op
 from .options import Options, split
-from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, scans, scatters, score_mods
+from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, mlstm, scans, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -75,7 +75,7 @@ def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decompositions(own: Options) -> dict[Any, Callable[..., Any]]:
-    return {torch.ops.gradfuse.mlstm.default: mlstm.decomposed} if own.enabled("mlstm") else {}
+    return {torch.ops.gradfuse.mlstm.default: mlstm_op.decomposed} if own.enabled("mlstm") else {}
 
 
 def _inner_compile(own: Options) -> Callable[..., Any]:
@@ -113,6 +113,7 @@ def gradfuse(
     score_mods.rewrite(gm, own)
     hoisting.rewrite(gm, own)
     scans.rewrite(gm, own)
+    mlstm.rewrite(gm, own)
     return compat.compile_fx(
         gm,
         example_inputs,

@@ -82,7 +82,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def user_line(node: Any) -> str:
-    """``file:line: code`` of the innermost line of the user's (not torch's, nor of our ops) that made an FX node; "" if unknown."""
+    """``file:line: code`` of the user's innermost line that made an FX node (not torch's, nor our ops'); "" if unknown."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or "")) if node is not None else []
     own = [f for f in frames if "/torch/" not in f["file"] and "/inductor_ext/ops/" not in f["file"]]
     if not own:

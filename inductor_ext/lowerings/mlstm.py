@@ -95,9 +95,7 @@ def _none(device: torch.device) -> Any:
     return compat.empty(0, device=device)
 
 
-def _run(
-    template: Any, configs: Sequence[Any], inputs: list[Any], mutated: list[Any], layout: Any, **options: Any
-) -> Any:
+def _run(template: Any, configs: Sequence[Any], inputs: list[Any], mutated: list[Any], layout: Any, **options: Any) -> Any:
     batch, heads, length, _ = inputs[0].get_size()
     choices: list[Any] = []
     for config in configs:

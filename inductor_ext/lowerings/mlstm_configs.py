@@ -24,8 +24,8 @@ def _backward(
     return {**blocks, "SPLIT": split, "num_warps": num_warps, "num_stages": num_stages}
 
 
-#: By element size in bytes, then the widest head (a power of two) that a tile serves. With 128 threads a tile has 64 rows, with
-#: 256 it has 128: Hopper's matmuls give each group of four warps 64 rows.
+#: By element size in bytes, then the widest head (a power of two) that a tile serves. With 4 warps a tile has 64 rows, with
+#: 8 it has 128: Hopper's matmuls give each group of four warps 64 rows.
 FORWARD = {
     2: {
         64: _forward(128, 64, 8, 3),

@@ -13,9 +13,9 @@ of every row before any score is known, so nothing is rescaled on the way. They 
 thousands where its differences matter to 1e-6.
 
 The gradient is autograd's of these formulas for every eps, in which the normaliser leaves one number a row. With
-``delta = dh . h``, and where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``; through m,
-``-delta eps / n`` goes to the s of the maximum. Behind a layer norm delta is ``Dv c2 norm_eps rstd^2`` (c2 the mean of dy (1 + w)
-times the normalised h), zero for norm_eps = 0: the norm does not see the scale of h.
+``delta = dh . h``, and where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``; through
+m, ``-delta eps / n`` goes to the s of the maximum. Behind a layer norm delta is ``Dv c2 norm_eps rstd^2`` (c2 the mean of
+dy (1 + w) times the normalised h), zero for norm_eps = 0: the norm does not see the scale of h.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def mlstm(
     """The mLSTM cell in its parallel form with its headwise layer norm; memory is linear in the length.
 
     query, key [B, N, S, D], value [B, N, S, Dv], all of one floating dtype; input_gate, forget_gate [B, N, S], before any
-    activation, of any floating dtype; norm_weight (0 is the identity) and norm_bias [N, Dv] or [N * Dv]. scale is 1 / sqrt(D)
-    by default and must be positive. Returns y [B, N, S, Dv] in the dtype of value; with ``return_states``
+    activation, of any floating dtype; norm_weight (0 is the identity) and norm_bias [N, Dv] or [N * Dv]. scale is
+    1 / sqrt(D) by default and must be positive. Returns y [B, N, S, Dv] in the dtype of value; with ``return_states``
     ``(y, (h, n, m))``: h as y, with a gradient; n and m [B, N, S] in fp32 (float64 for float64), without.
 
     Compiled with gradfuse on a GPU it runs as fused kernels; without, in blocks of rows. Raises ValueError for operands
@@ -146,7 +146,9 @@ def _check(
         if vector is not None and not norm:
             raise ValueError(f"mlstm: {name} without norm=True has no meaning")
         if vector is not None and vector.numel() != value.shape[1] * value.shape[3]:
-            raise ValueError(f"mlstm: {name} must hold N * Dv = {value.shape[1] * value.shape[3]} numbers; got {vector.numel()}")
+            raise ValueError(
+                f"mlstm: {name} must hold N * Dv = {value.shape[1] * value.shape[3]} numbers; got {vector.numel()}"
+            )
     if not scale > 0:
         raise ValueError(f"mlstm: scale must be positive; got {scale}")
 

@@ -122,8 +122,8 @@ def mlstm_tiles_backward(
     """The gradients of query, key, value, and of log C summed over rows and over columns.
 
     With ``W_ts = scale exp(g_s - log_row_t)`` for s <= t and ``dP_ts = grad_t . v_s + term_t``: the gradient of the scores
-    q . k is ``dS = W dP``, that of log C is ``(q . k) dS``, and value's is ``(W (q . k))^T grad``. grad [B, N, S, Dv]; log_row
-    float64, term and through_max [B, N, S]; if ``has_max_term``, through_max_t is added to the column place_t <= t
+    q . k is ``dS = W dP``, that of log C is ``(q . k) dS``, and value's is ``(W (q . k))^T grad``. grad [B, N, S, Dv];
+    log_row float64, term and through_max [B, N, S]; if ``has_max_term``, through_max_t is added to the column place_t <= t
     ([B, N, S] int32, never decreasing). Returns three tensors in the layouts of ``rows_like``, then the row sums and the
     column sums [B, N, S] in fp32 (float64 for float64).
     """

@@ -1,0 +1,256 @@
+"""Sums of views: what a tensor of Dynamo's graph is as ``± base`` terms, and how each base's dims lie in it.
+
+A view only moves dims, so a matrix spelt ``F[..., None] - F[..., None, :] + i.unsqueeze(-2)``, with ``repeat``,
+``transpose`` and slices or with ``expand``, comes out as the same three terms.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+_ALIASES = {
+    "truediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+    "subtract": "sub",
+    "multiply": "mul",
+    "absolute": "abs",
+    "negative": "neg",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "invert": "not",
+    "logical_not": "not",
+    "bitwise_not": "not",
+    "log_sigmoid": "logsigmoid",
+    "bmm": "matmul",
+    "reshape": "view",
+    "greater_equal": "ge",
+    "less_equal": "le",
+    "greater": "gt",
+    "less": "lt",
+}
+
+
+def op(node: Any) -> str:
+    """The name of a node's op, whether function, method or attribute spelt it; "" for what is none."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    if node.target is getattr:
+        return f".{node.args[1]}"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return _ALIASES.get(name, name)
+
+
+def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a node by position or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def shape(node: Node) -> tuple[Any, ...]:
+    """The shape of the tensor that a node of Dynamo's graph computes."""
+    return tuple(node.meta["example_value"].shape)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node computes one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def number(x: Any) -> float | None:
+    """What a Python number of the graph is, None for anything else. A symbolic one is specialised to its value."""
+    value = x.meta.get("example_value") if isinstance(x, Node) else x
+    return float(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) else None
+
+
+def reads_shape(node: Node) -> bool:
+    """Whether a node reads only the shape of its operand."""
+    return op(node) in ("size", ".shape", "sym_size", "dim")
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is the number 1 (a symbolic one is not)."""
+    return isinstance(size, int) and size == 1
+
+
+@dataclass(frozen=True)
+class Term:
+    """``sign * base``, where dim d of the whole is dim ``dims[d]`` of the base (None: broadcast) from ``starts[d]`` on."""
+
+    sign: int
+    base: Any
+    dims: tuple[int | None, ...]
+    starts: tuple[int, ...]
+
+
+class NotASum(Exception):
+    """A node is a view that moves more than dims."""
+
+
+def whole(node: Node, sign: int = 1) -> Term:
+    """A node as one term, itself."""
+    sizes = shape(node)
+    return Term(sign, node, tuple(None if is_one(s) else d for d, s in enumerate(sizes)), (0,) * len(sizes))
+
+
+def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node: None) -> list[Term]:
+    """``node`` as a sum. ``opaque`` may give the terms of a node that this function does not look into."""
+    known = opaque(node)
+    if known is not None:
+        return known
+    name = op(node)
+    if name in ("add", "sub") and all(is_tensor(a) for a in node.args) and len(node.args) == 2 and not node.kwargs:
+        rank = len(shape(node))
+        first, second = (_aligned(terms(a, opaque), rank) for a in node.args)
+        return first + ([replace(t, sign=-t.sign) for t in second] if name == "sub" else second)
+    if name == "neg":
+        return [replace(t, sign=-t.sign) for t in terms(node.args[0], opaque)]
+    if name in ("contiguous", "clone") or (name in ("float", "double", "to") and _widens(node)):
+        return terms(node.args[0], opaque)
+    if name == "cat" and (behind := _behind_zeros(node)) is not None:
+        return [_shift(t, behind[1]) for t in terms(behind[0], opaque)]
+    if name in _VIEWS and is_tensor(node.args[0]):
+        try:
+            return [_VIEWS[name](node, t) for t in terms(node.args[0], opaque)]
+        except NotASum:
+            return [whole(node)]
+    return [whole(node)]
+
+
+def view_of(node: Node) -> Term:
+    """``node`` as a view of one base, its signs and sums left alone."""
+    name = op(node)
+    if name in ("contiguous", "clone") or (name in ("float", "double", "to") and _widens(node)):
+        return view_of(node.args[0])
+    if name in _VIEWS and is_tensor(node.args[0]):
+        try:
+            return _VIEWS[name](node, view_of(node.args[0]))
+        except NotASum:
+            pass
+    return whole(node)
+
+
+def _widens(node: Node) -> bool:
+    before, after = node.args[0].meta["example_value"], node.meta["example_value"]
+    return before.device == after.device and torch.promote_types(before.dtype, after.dtype) == after.dtype
+
+
+def _aligned(sum_: Sequence[Term], rank: int) -> list[Term]:
+    pad = [rank - len(t.dims) for t in sum_]
+    return [replace(t, dims=(None,) * p + t.dims, starts=(0,) * p + t.starts) for t, p in zip(sum_, pad, strict=True)]
+
+
+def _behind_zeros(node: Node) -> tuple[Node, int] | None:
+    """X and the dim, where ``node`` is ``cat([one row of zeros, X], dim)``."""
+    parts, dim = list(arg(node, 0, "tensors")), arg(node, 1, "dim", 0)
+    dim %= len(shape(node))
+    if len(parts) == 2 and op(parts[0]) in ("zeros", "new_zeros", "zeros_like") and is_one(shape(parts[0])[dim]):
+        return parts[1], dim
+    return None
+
+
+def _shift(term: Term, dim: int) -> Term:
+    return _started(term, [-(d == dim) for d in range(len(term.dims))])
+
+
+def _started(term: Term, more: Sequence[int]) -> Term:
+    """``term`` from ``more`` further on in each of its own dims."""
+    moved = zip(term.dims, term.starts, more, strict=True)
+    return replace(term, starts=tuple(0 if dim is None else start + by for dim, start, by in moved))
+
+
+def _pick(term: Term, order: Sequence[int | None]) -> Term:
+    """The dims of ``term`` in a new order, None for a new one."""
+    dims = tuple(None if d is None else term.dims[d] for d in order)
+    return replace(term, dims=dims, starts=tuple(0 if d is None else term.starts[d] for d in order))
+
+
+def _unsqueeze(node: Node, term: Term) -> Term:
+    order: list[int | None] = list(range(len(term.dims)))
+    order.insert(arg(node, 1, "dim") % (len(order) + 1), None)
+    return _pick(term, order)
+
+
+def _transpose(node: Node, term: Term) -> Term:
+    order = list(range(len(term.dims)))
+    a, b = (arg(node, i, f"dim{i - 1}") % len(order) for i in (1, 2))
+    order[a], order[b] = order[b], order[a]
+    return _pick(term, order)
+
+
+def _matrix_transpose(node: Node, term: Term) -> Term:
+    order = list(range(len(term.dims)))
+    if len(order) < 2 or (op(node) == ".T" and len(order) != 2):
+        raise NotASum
+    return _pick(term, [*order[:-2], order[-1], order[-2]])
+
+
+def _permute(node: Node, term: Term) -> Term:
+    order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    return _pick(term, [d % len(term.dims) for d in order])
+
+
+def _reshaped(node: Node, term: Term) -> Term:
+    """A view that inserts or removes dims of size one, or broadcasts or repeats such dims; else NotASum."""
+    before, after = shape(node.args[0]), shape(node)
+    source = [d for d, size in enumerate(before) if not is_one(size)]
+    target = [d for d, size in enumerate(after) if not is_one(size)]
+    order: list[int | None] = [None] * len(after)
+    if op(node) in ("expand", "repeat", "expand_as"):
+        added = len(after) - len(before)
+        for d, size in enumerate(before):
+            grown = after[d + added] is not size and after[d + added] != size
+            if grown and not is_one(size):
+                raise NotASum
+            order[d + added] = d
+    elif [before[d] for d in source] == [after[d] for d in target]:
+        for d, at in zip(source, target, strict=True):
+            order[at] = d
+    else:
+        raise NotASum
+    return _pick(term, order)
+
+
+def _getitem(node: Node, term: Term) -> Term:
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not is_tensor(node.args[0]) or any(isinstance(i, (int, Node, list)) for i in index):
+        raise NotASum
+    missing = len(term.dims) - sum(i is not None and i is not Ellipsis for i in index)
+    everything = [slice(None)] * missing
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    index = (*index[:at], *everything, *index[at + 1 :])
+    order: list[int | None] = []
+    starts: list[int] = []
+    dim = 0
+    for i in index:
+        if i is None:
+            order.append(None)
+            starts.append(0)
+            continue
+        if i.stop is not None or i.step not in (None, 1) or i.start not in (None, 0, 1):
+            raise NotASum
+        order.append(dim)
+        starts.append(i.start or 0)
+        dim += 1
+    return _started(_pick(term, order), starts)
+
+
+_VIEWS: dict[str, Callable[[Node, Term], Term]] = {
+    "unsqueeze": _unsqueeze,
+    "transpose": _transpose,
+    "t": _matrix_transpose,
+    ".mT": _matrix_transpose,
+    ".T": _matrix_transpose,
+    "permute": _permute,
+    "view": _reshaped,
+    "squeeze": _reshaped,
+    "expand": _reshaped,
+    "expand_as": _reshaped,
+    "repeat": _reshaped,
+    operator.getitem.__name__: _getitem,
+}

@@ -1,0 +1,105 @@
+"""mLSTM as people write it in plain PyTorch, and near misses that are something else.
+
+Every form takes query, key [B, N, S, D], value [B, N, S, Dv], input_gate, forget_gate [B, N, S] and weight [N * Dv] (0 is the
+identity) and returns [B, S, N * Dv].
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+EPS = 1e-6
+
+
+def by_groups(hidden, weight, eps=EPS):
+    batch, heads, length, width = hidden.shape
+    rows = hidden.transpose(1, 2).reshape(batch * length, heads * width)
+    return F.group_norm(rows, heads, weight=1.0 + weight, bias=None, eps=eps).view(batch, length, heads * width)
+
+
+def by_layer(hidden, weight, eps=EPS):
+    heads, width = hidden.shape[1], hidden.shape[3]
+    normalised = F.layer_norm(hidden, (width,), eps=eps) * (1 + weight.view(heads, 1, width))
+    return normalised.transpose(1, 2).flatten(2)
+
+
+def repeated(query, key, value, input_gate, forget_gate, weight):
+    """Cumulative sums behind a zero, repeated to a square and subtracted from its transpose."""
+    batch, heads, length, width = query.shape
+    input_gate, forget_gate = input_gate[..., None], forget_gate[..., None]
+    zeros = torch.zeros((batch, heads, 1, 1), dtype=query.dtype, device=query.device)
+    sums = torch.cat([zeros, torch.cumsum(F.logsigmoid(forget_gate), dim=-2)], dim=-2)
+    square = sums.repeat(1, 1, 1, length + 1)
+    differences = square - square.transpose(-2, -1)
+    causal = torch.tril(torch.ones((length, length), dtype=torch.bool, device=query.device))
+    decays = torch.where(causal, differences[:, :, 1:, 1:], -float("inf"))
+    log_weights = decays + input_gate.transpose(-2, -1)
+    row_max, _ = torch.max(log_weights, dim=-1, keepdim=True)
+    weights = torch.exp(log_weights - row_max)
+    combined = (query @ (key / math.sqrt(width)).transpose(-2, -1)) * weights
+    normaliser = torch.maximum(combined.sum(dim=-1, keepdim=True).abs(), torch.exp(-row_max))
+    hidden = (combined / (normaliser + EPS)) @ value
+    return by_groups(hidden, weight)
+
+
+def broadcast(query, key, value, input_gate, forget_gate, weight):
+    """Vectors broadcast by indexing, the mask by masked_fill, the division last."""
+    length = query.shape[2]
+    decay = F.logsigmoid(forget_gate).cumsum(-1)
+    log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
+    log_weights = log_weights.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
+    row_max = log_weights.amax(-1, keepdim=True)
+    combined = torch.exp(log_weights - row_max) * (query @ key.mT * query.shape[-1] ** -0.5)
+    normaliser = torch.maximum(torch.exp(-row_max), torch.abs(combined.sum(-1, True))) + EPS
+    return by_layer(combined @ value / normaliser, weight)
+
+
+def compared(query, key, value, input_gate, forget_gate, weight):
+    """The mask from positions, ``triu`` filled, unsqueeze and expand, no norm of its own kind (an RMS norm)."""
+    batch, heads, length, width = query.shape
+    decay = torch.cumsum(F.logsigmoid(forget_gate), 2).unsqueeze(-1)
+    positions = torch.arange(length)
+    column = (input_gate.unsqueeze(-1) - decay).transpose(2, 3).expand(batch, heads, length, length)
+    log_weights = torch.where(positions[:, None] >= positions[None, :], decay + column, float("-inf"))
+    row_max = log_weights.max(-1, keepdim=True).values
+    combined = torch.mul(torch.matmul(query / math.sqrt(width), key.transpose(2, 3)), torch.exp(log_weights - row_max))
+    normaliser = torch.maximum(combined.sum(-1, keepdim=True).abs(), (-row_max).exp())
+    hidden = torch.matmul(combined.div(normaliser + EPS), value)
+    hidden = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPS)
+    return (hidden * (1 + weight.view(heads, 1, -1))).transpose(1, 2).flatten(2)
+
+
+def _with(normaliser=None, mask=None, exponent=None, side=False):
+    def form(query, key, value, input_gate, forget_gate, weight):
+        length = query.shape[2]
+        decay = F.logsigmoid(forget_gate).cumsum(-1)
+        log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
+        if exponent is not None:
+            log_weights = exponent(log_weights, decay, input_gate)
+        causal = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask(length)
+        log_weights = log_weights.masked_fill(~causal, -math.inf)
+        row_max = log_weights.amax(-1, keepdim=True)
+        combined = query @ key.mT * query.shape[-1] ** -0.5 * torch.exp(log_weights - row_max)
+        if normaliser is None:
+            scale = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
+        else:
+            scale = normaliser(combined, row_max)
+        out = by_layer(combined @ value / scale, weight)
+        return out + combined.mean() if side else out
+
+    return form
+
+
+PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared}
+NEAR_MISSES = {
+    "normaliser_of_one": _with(normaliser=lambda c, m: torch.clamp(c.sum(-1, keepdim=True).abs(), min=1.0)),
+    "normaliser_signed": _with(normaliser=lambda c, m: torch.maximum(c.sum(-1, keepdim=True), torch.exp(-m)) + EPS),
+    "normaliser_of_other_floor": _with(normaliser=lambda c, m: torch.maximum(c.sum(-1, keepdim=True).abs(), torch.exp(m))),
+    "banded_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(-5)),
+    "strict_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(-1) | torch.eye(n, dtype=torch.bool)),
+    "gate_on_rows": _with(exponent=lambda d, decay, i: decay[..., :, None] - decay[..., None, :] + i[..., :, None]),
+    "gate_twice": _with(exponent=lambda d, decay, i: d + i[..., None, :]),
+    "reversed_decay": _with(exponent=lambda d, decay, i: decay[..., None, :] - decay[..., :, None] + i[..., None, :]),
+    "side_output": _with(side=True),
+}
