@@ -229,7 +229,7 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
     bases = {op(view_of(a).base): view_of(a).base for a in node.args}
     if set(bases) != {"abs", "exp"}:
         raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
-    total, negative = (view_of(bases[name].args[0]).base for name in ("abs", "exp"))
+    total, negative = (_rows(bases[name].args[0]) for name in ("abs", "exp"))
     inside |= {*node.args, *bases.values(), bases["abs"].args[0], total, negative}
     if (
         op(total) != "sum"
@@ -237,9 +237,17 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
         or arg(total, 1, "dim") not in (-1, [-1], (-1,), len(shape(combined)) - 1)
     ):
         raise NotMLSTM("the normaliser does not sum C over the keys")
-    if op(negative) != "neg" or view_of(negative.args[0]).base is not view_of(row_max).base:
+    if op(negative) != "neg" or _rows(negative.args[0]) is not _rows(row_max):
         raise NotMLSTM("the normaliser's floor is not exp(-m)")
     return eps
+
+
+def _rows(node: Node) -> Node:
+    """The base of a view [B, N, S, 1] of numbers a row, every dim in place."""
+    view = view_of(node)
+    if any(d not in (None, at) for at, d in enumerate(view.dims)) or any(view.starts):
+        raise NotMLSTM("the numbers of a row are moved before they are used")
+    return view.base
 
 
 def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:

@@ -48,27 +48,27 @@ BACKWARD = {
         256: _backward(16, 16, 16, 16, 8, 1, split=True),
     },
 }
-#: Instead of those, before compute capability 9.0, where they would spill registers.
-FORWARD_BEFORE_HOPPER = {2: {256: _forward(64, 32, 8, 2)}, 4: {}}
-BACKWARD_BEFORE_HOPPER = {2: {64: _backward(64, 32, 64, 32, 4, 2), 128: _backward(64, 32, 64, 32, 8, 2)}, 4: {}}
+#: Instead of those on other architectures than Hopper, where they would spill registers. Never timed.
+FORWARD_ELSEWHERE = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
+BACKWARD_ELSEWHERE = {2: {64: _backward(64, 32, 64, 32, 4, 2), 128: _backward(64, 32, 64, 32, 8, 2)}, 4: {}}
 
 _Table = dict[int, dict[int, dict[str, Any]]]
 
 
-def _choices(table: _Table, before_hopper: _Table, query: Any, value: Any) -> list[dict[str, Any]]:
+def _choices(table: _Table, elsewhere: _Table, query: Any, value: Any) -> list[dict[str, Any]]:
     size, width = query.get_dtype().itemsize, _width(query, value)
     by_width = dict(table[size])
-    if compat.architecture(query.get_device()) < 90:
-        by_width.update(before_hopper[size])
+    if compat.architecture(query.get_device()) != 90:
+        by_width.update(elsewhere[size])
     fitting = [tile for widest, tile in by_width.items() if width <= widest]
     return fitting if compat.inductor_config.max_autotune else fitting[:1]
 
 
 def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
     """The tiles that the forward template is tried with: one, and under max-autotune those of wider heads too."""
-    return _choices(FORWARD, FORWARD_BEFORE_HOPPER, query, value)
+    return _choices(FORWARD, FORWARD_ELSEWHERE, query, value)
 
 
 def backward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
     """The tiles that the backward template is tried with: one, and under max-autotune those of wider heads too."""
-    return _choices(BACKWARD, BACKWARD_BEFORE_HOPPER, query, value)
+    return _choices(BACKWARD, BACKWARD_ELSEWHERE, query, value)

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from inductor_ext import compat
 from inductor_ext.lowerings.captured_gradients import CapturedGradients, Kind, Plan
 from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
 from tests.emitted import segment_kernels, signature
+from tests.mlstm.test_compiled import emitted
 
 from .attention_kernels import ATTENTIONS, sources
 
@@ -152,3 +155,27 @@ def test_sorted_segments_build_without_spills(arch, tmp_path):
         folder.mkdir()
         _, cubin = build(folder, source, arch, num_warps, 1)
         assert local_memory_bytes(cubin) == 0
+
+
+#: Bytes of stack a thread by (width, dtype, arch, direction): what no tile that was tried avoids.
+MLSTM_SPILLS = {
+    (256, torch.bfloat16, 90, "forward"): 8,
+    (256, torch.float32, 80, "backward"): 312,
+    (256, torch.float32, 90, "backward"): 264,
+    (256, torch.float32, 100, "backward"): 264,
+}
+
+
+@pytest.mark.parametrize("arch", STOCK)
+@pytest.mark.parametrize(
+    "width, dtype", [(w, torch.bfloat16) for w in (64, 128, 256, 512)] + [(w, torch.float32) for w in (64, 256)]
+)
+def test_mlstm_builds_without_spills(width, dtype, arch, tmp_path):
+    with mock.patch.object(compat, "architecture", lambda device: arch):
+        sources = emitted(width, width, dtype, length=16)
+    for direction, source in zip(("forward", "backward"), sources, strict=True):
+        folder = tmp_path / direction
+        folder.mkdir()
+        warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
+        _, cubin = build(folder, source, arch, warps, stages)
+        assert local_memory_bytes(cubin) <= MLSTM_SPILLS.get((width, dtype, arch, direction), 0), direction

@@ -40,3 +40,15 @@ def after(rewrite_module, attention, query):
     with mock.patch.object(rewrite_module, "rewrite", spy), pytest.raises(Exception, match="Stop"):
         compiled(query)
     return seen
+
+
+def dynamo_graph(function, *inputs):
+    """The graph that Dynamo hands to a backend."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.append(gm)
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    return seen[0]

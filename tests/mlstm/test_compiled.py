@@ -1,0 +1,141 @@
+"""The op compiled: the emitted kernels by Triton's interpreter and on a GPU, and the CPU's path."""
+
+import contextlib
+
+import pytest
+import torch
+
+from inductor_ext.ops.mlstm import mlstm, mlstm_reference
+from tests import snapshots
+from tests.emitted import body, triton_sources
+from tests.flex.case import relative_error
+from tests.interpreter import triton_on_cpu
+
+from .case import Case
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
+DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def compiled(case, **options):
+    return torch.compile(lambda *operands: case.call(mlstm, *operands), backend="gradfuse", fullgraph=True, **options)
+
+
+def check(case, device, **options):
+    scope = contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu()
+    with scope:
+        case.check(compiled(case, **options), "cuda" if device == "cuda" else "cpu")
+
+
+CASES = {
+    "plain": Case(affine=False),
+    "affine": Case(batch=2),
+    "no_norm": Case(norm=False),
+    "large_eps": Case(eps=1e-2),
+    "no_eps": Case(eps=0.0, norm_eps=0.0),
+    "one": Case(length=1, norm=False),
+    "eight": Case(length=8),
+    "aligned": Case(length=128, value_width=16),
+    "high_gates": Case(shift=5.0),
+    "steep_gates": Case(spread=20.0),
+    "transposed": Case(layout="transposed", batch=2),
+    "expanded": Case(layout="expanded"),
+    "strided": Case(layout="strided"),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "float16": Case(dtype=torch.float16),
+    "head_40_80": Case(length=40, width=40, value_width=80, batch=1),
+    "split": Case(length=40, width=128, value_width=128, batch=1, heads=1),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name, device):
+    check(CASES[name], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256, 512])
+def test_widths_and_lengths(width, dtype):
+    if dtype is torch.float32 and width == 512:
+        pytest.skip("goes to blocks of rows")
+    for length in (1, 97, 1000) if width < 256 else (97, 300):
+        case = Case(length=length, width=width, value_width=width, batch=1, heads=2, dtype=dtype, norm=length > 1)
+        check(case, "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+def test_dynamic_lengths(device):
+    case = Case(heads=1)
+    run = compiled(case, dynamic=True)
+    with contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu():
+        for case.length in (97, 130, 64):
+            case.check(run, "cuda" if device == "cuda" else "cpu")
+
+
+@pytest.mark.parametrize("name", ["affine", "no_norm", "bfloat16", "transposed"])
+def test_cpu(name):
+    check(CASES[name], "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+def test_float64_and_wide_heads_run_in_blocks(device):
+    check(Case(dtype=torch.float64, length=20), device)
+    check(Case(width=600, value_width=8, length=20, batch=1, heads=1), device)
+
+
+@pytest.mark.gpu
+def test_ten_runs_are_bitwise_equal():
+    case = Case(length=1000, width=64, value_width=64, dtype=torch.bfloat16)
+    operands = case.operands("cuda")
+    run = compiled(case)
+    grad = torch.randn_like(run(*operands))
+
+    def step():
+        y = run(*operands)
+        return [y, *torch.autograd.grad(y, operands, grad)]
+
+    first = step()
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_maxima_far_back(device):
+    """One strong input first: it is every later row's maximum, and with a large eps the gradient reaches it from all."""
+    case = Case(length=150, eps=1e-1, spread=0.0, norm=False)
+
+    def run(query, key, value, input_gate, forget_gate, *affine):
+        first = torch.zeros_like(input_gate)
+        first[..., 0] = 6.0
+        return case.call(mlstm, query, key, value, input_gate + first, forget_gate + 8.0, *affine)
+
+    def reference(query, key, value, input_gate, forget_gate, *affine):
+        first = torch.zeros_like(input_gate)
+        first[..., 0] = 6.0
+        return case.call(mlstm_reference, query, key, value, input_gate + first, forget_gate + 8.0, *affine)
+
+    operands = case.operands("cuda" if device == "cuda" else "cpu")
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        y = torch.compile(run, backend="gradfuse", fullgraph=True)(*operands)
+        grads = torch.autograd.grad(y.sum(), operands)
+    want = torch.autograd.grad(reference(*exact).sum(), exact)
+    formula = [x.detach().requires_grad_() for x in operands]
+    rounded = torch.autograd.grad(reference(*formula).sum(), formula)
+    for got, exactly, fp32 in zip(grads, want, rounded, strict=True):
+        assert relative_error(got, exactly) < max(1e-5, 1.2 * relative_error(fp32, exactly))
+
+
+def emitted(width=64, value_width=64, dtype=torch.bfloat16, length=256, affine=True):
+    """The forward's and the backward's kernel."""
+    torch._dynamo.reset()
+    case = Case(length=length, width=width, value_width=value_width, dtype=dtype, affine=affine, batch=1, heads=1)
+    return triton_sources(compiled(case), *case.operands())
+
+
+@INTERPRETED
+def test_emitted_kernels():
+    for name, source in zip(("mlstm_forward", "mlstm_backward"), emitted(length=100), strict=True):
+        snapshots.check(__file__, name, body(source))
