@@ -300,6 +300,11 @@ def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any], 
     return ir.FixedLayout(device, dtype, list(size), stride=[sympy.sympify(s) for s in stride])
 
 
+def node_strides() -> list[Any]:
+    """The strides that the node which is being lowered has by its fake implementation."""
+    return [x.node.expr if isinstance(x, torch.SymInt) else x for x in V.graph.current_node.meta["val"].stride()]
+
+
 def dense_strides(size: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Dense strides of ``size`` in the dimension order of ``like``, the last dimension innermost.
 

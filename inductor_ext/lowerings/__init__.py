@@ -13,7 +13,7 @@ import torch
 
 from .. import compat
 from ..options import Options
-from . import flex_attention, flex_attention_backward, gather_sum, mlstm, place_rows, segment_sum
+from . import flex_attention, flex_attention_backward, gather_sum, linear_scan, mlstm, place_rows, segment_sum
 from .templates import TEMPLATE_DIR
 
 __all__ = ["TEMPLATE_DIR", "table"]
@@ -29,6 +29,7 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
     made_by_rewrites = {
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.gather_sum.default: gather_sum.lower,
+        torch.ops.gradfuse.linear_scan.default: linear_scan.lower,
         torch.ops.gradfuse.mlstm_tiles.default: mlstm.lower_forward,
         torch.ops.gradfuse.mlstm_tiles_backward.default: mlstm.lower_backward,
         torch.ops.gradfuse.place_rows.default: place_rows.lower,

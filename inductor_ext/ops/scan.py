@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..analysis.recurrences import gated
 from ..compat import associative_scan_hop
+from .linear_scan import scanned, suits
 
 #: ∂c_i/∂y_j by (i, j), only where it is not zero by structure.
 _Jacobian = dict[tuple[int, int], Tensor]
@@ -29,7 +31,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, combine: Callable[..., Any], additional: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = tuple(associative_scan_hop(combine, list(xs), additional))
+        ys = _scanned_forward(combine, additional, xs)
         ctx.combine = lambda *operands: combine(*operands, *additional)
         ctx.save_for_backward(*xs, *ys)
         ctx.set_materialize_grads(False)
@@ -43,9 +45,35 @@ class _Scan(torch.autograd.Function):
         return None, None, *scan_gradients(ctx.combine, xs, ys, grads)
 
 
+def _scanned_forward(combine: Callable[..., Any], additional: Sequence[Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    leaves = gated(combine)
+    if leaves is None or not suits(xs[0]):
+        return tuple(associative_scan_hop(combine, list(xs), tuple(additional)))
+    gate, state = leaves
+    ys = {gate: xs[gate].cumprod(0), state: scanned(xs[gate][1:], xs[state], False, xs[state].dtype)}
+    return ys[0], ys[1]
+
+
 def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
-    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0; additional operands of ``combine`` get no gradient."""
-    return _Scan.apply(combine, tuple(additional), *xs)
+    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, all of one shape.
+
+    additional: what ``combine`` takes besides, Python numbers or tensors that broadcast to [...] (which have a gradient).
+    Tensors are scanned along as leaves of which every element is the same, because Inductor has no place for them.
+    """
+    captured = [x for x in additional if isinstance(x, Tensor)]
+    if not captured:
+        return _Scan.apply(combine, tuple(additional), *xs)
+    count, shape = len(xs), xs[0].shape
+    numbers = [None if isinstance(x, Tensor) else x for x in additional]
+
+    def with_captured(*flat: Tensor) -> list[Tensor]:
+        before, now = flat[: count + len(captured)], flat[count + len(captured) :]
+        tensors = iter(now[count:])
+        rest = (next(tensors) if n is None else n for n in numbers)
+        return [*torch.utils._pytree.tree_leaves(combine(*before[:count], *now[:count], *rest)), *now[count:]]
+
+    constant = [x.expand(shape[1:]).expand(shape) for x in captured]
+    return _Scan.apply(with_captured, (), *xs, *constant)[:count]
 
 
 def scan_gradients(
@@ -64,14 +92,19 @@ def scan_gradients(
         jacobian = _jacobian(after, before, floating)
         adjoint = _adjoint(jacobian, grads)
         through = [i for i in adjoint if after[i].requires_grad]
+        outgoing = {i: adjoint[i][1:].to(after[i].dtype) for i in through}
         parts = torch.autograd.grad(
             [after[i] for i in through],
             [now[i] for i in floating],
-            [adjoint[i][1:].to(after[i].dtype) for i in through],
+            list(outgoing.values()),
             allow_unused=True,
         )
     result: list[Tensor | None] = [None] * len(xs)
     for i, rest in zip(floating, parts, strict=True):
+        if i in outgoing and rest is outgoing[i]:
+            # dc/dx is 1, as for what is only added: no need to put the first element before the others.
+            result[i] = adjoint[i].to(xs[i].dtype)
+            continue
         first = adjoint[i][:1].to(xs[i].dtype) if i in adjoint else torch.zeros_like(xs[i][:1])
         if rest is not None or i in adjoint:
             result[i] = torch.cat([first, rest if rest is not None else torch.zeros_like(xs[i][1:])])
@@ -99,6 +132,12 @@ def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, T
     found: dict[int, Tensor] = {}
     for group in _groups(reached, jacobian):
         wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
+        if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
+            (i,) = group
+            column = jacobian[i, i]
+            given = torch.zeros_like(some) if grads[i] is None else grads[i]
+            found[i] = scanned(column.expand(given[1:].shape), given, True, wide[i])
+            continue
         b = [(torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i]).flip(0) for i in group]
         places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
         coefficients = []
@@ -108,8 +147,8 @@ def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, T
             # The last element has none after it.
             coefficients.append(torch.cat([torch.zeros_like(rest[:1]), rest.flip(0)]).to(wide[i]))
         if places:
-            scanned = associative_scan_hop(_linear(places, group), [*coefficients, *b], ())
-            b = list(scanned[len(places) :])
+            results = associative_scan_hop(_linear(places, group), [*coefficients, *b], ())
+            b = list(results[len(places) :])
         found.update({i: total.flip(0) for i, total in zip(group, b, strict=True)})
     return found
 

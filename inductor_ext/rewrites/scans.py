@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from ..compat import associative_scan_hop
 from ..ops.scan import scan
 from ..options import Options
-from ..report import STOCK, record, user_line
+from ..report import record, user_line
 
 NAME = "scans"
 
@@ -21,10 +21,6 @@ def rewrite(gm: GraphModule, own: Options) -> None:
     if not own.enabled(NAME):
         return
     for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
-        combine, xs, additional = node.args
-        if any("example_value" in getattr(a, "meta", {}) for a in additional):
-            record(NAME, "associative_scan", STOCK, "its combine_fn captures tensors", user_line(node))
-            continue
-        node.target, node.args = scan, (combine, xs, additional)
+        node.target = scan
         record(NAME, "associative_scan", "scan", "its gradient is one reverse scan", user_line(node))
     gm.recompile()

@@ -1,9 +1,20 @@
 """The gradient of associative_scan by one reverse scan, in float64 against autograd of a plain loop."""
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inductor_ext.ops.scan import scan
+from tests.flex.case import relative_error
+
+# The package shows the op under the module's name.
+linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
+scan_module = importlib.import_module("inductor_ext.ops.scan")
+linear_scan = linear_scan_module.linear_scan
 
 
 def gated(a1, x1, a2, x2):
@@ -138,6 +149,86 @@ def ys_again(combine, xs):
     return scan(combine, xs)
 
 
+def decayed(t1, y1, t2, y2, rate):
+    """y decays by a captured rate for as long as t says."""
+    return t1 + t2, y1 * rate**t2 + y2
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2,), (3, 1), ()])
+def test_captured_tensors_have_gradients(shape):
+    xs = leaves("ff", 9)
+    rate = (0.5 + torch.rand(shape, dtype=torch.float64)).requires_grad_()
+    ys = scan(decayed, xs, (rate,))
+    assert len(ys) == 2
+    wants = loop(lambda *operands: decayed(*operands, rate), xs)
+    weights = [torch.randn_like(y) for y in ys]
+    got, exact = (torch.autograd.grad(out, [*xs, rate], weights) for out in (ys, wants))
+    for a, b in zip((*ys, *got), (*wants, *exact), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_captured_numbers():
+    xs = leaves("ff", 9)
+    (got,), (want,) = (
+        torch.autograd.grad(y[1].sum(), xs[1])
+        for y in (scan(decayed, xs, (2,)), loop(lambda *operands: decayed(*operands, 2), xs))
+    )
+    torch.testing.assert_close(got, want)
+
+
+MAPS = {
+    "exp": (torch.exp, torch.log),
+    "sinh": (torch.sinh, torch.asinh),
+    "scaled": (lambda x: 3 * x, lambda x: x / 3),
+    "cubed": (lambda x: x**3, lambda x: x ** (1 / 3)),
+    "inverse": (torch.reciprocal, torch.reciprocal),
+}
+
+
+@given(st.sampled_from(list(MAPS)), st.sampled_from(list(MAPS)), st.integers(2, 12), st.integers(0, 2**16))
+@settings(max_examples=40, deadline=None)
+def test_affine_maps_conjugated(of_gate, of_state, length, seed):
+    """Associative by construction: affine maps whose two numbers are seen through bijections."""
+    (gate_to, gate_from), (state_to, state_from) = MAPS[of_gate], MAPS[of_state]
+
+    def combine(a1, x1, a2, x2):
+        a1, a2, x1, x2 = gate_from(a1), gate_from(a2), state_from(x1), state_from(x2)
+        return gate_to(a1 * a2), state_to(x1 * a2 + x2)
+
+    generator = torch.Generator().manual_seed(seed)
+    plain = [0.5 + 0.5 * torch.rand(length, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    xs = [to(x).requires_grad_() for to, x in zip((gate_to, state_to), plain, strict=True)]
+    for got, want in zip(gradients(scan(combine, xs), xs, (0, 1)), gradients(loop(combine, xs), xs, (0, 1)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_many_lanes_take_the_linear_scan(graph, dtype):
+    """Forward (where the combine_fn is known to be a gated recurrence) and backward, by the op's eager code."""
+    a, x = (0.5 + 0.5 * torch.rand(4, 11, 3, 20).to(dtype) for _ in range(2))
+    xs = [t.movedim(1, 0).requires_grad_() for t in (a, x)]
+    combine = torch.fx.symbolic_trace(gated) if graph else gated
+    calls = []
+
+    def counting(coefficients, inputs, reverse, kind):
+        calls.append(reverse)
+        return linear_scan(coefficients, inputs, reverse, kind)
+
+    with (
+        mock.patch.object(scan_module, "suits", lambda x: True),
+        mock.patch.object(linear_scan_module, "linear_scan", counting),
+    ):
+        ys = scan(combine, xs)
+        got = gradients(ys, xs, (1,))
+    assert calls == ([False, True] if graph else [True])
+    exact = [t.detach().double().requires_grad_() for t in xs]
+    want = loop(gated, exact)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    for g, e in zip((ys[1], *got), (want[1], *gradients(want, exact, (1,))), strict=True):
+        assert relative_error(g, e) < bound and g.dtype == dtype
+
+
 def test_leaves_that_need_no_gradient():
     a, x = leaves("ff", 7)
     (want,) = gradients(loop(gated, [a.detach(), x]), [x], (1,))
@@ -190,6 +281,38 @@ class TestCompiled:
         for g, want in zip(got, gradients(wants, exact, range(len(xs))), strict=True):
             error = (g.double() - want).norm() / want.norm()
             assert error < 1e-5
+
+    @pytest.mark.parametrize(
+        "shape, dim", [((2, 300, 1200), 1), ((700, 2048), 0), ((2, 33, 3, 512), 1), ((1, 2048), 0), ((70000, 2048), 0)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_many_lanes(self, shape, dim, dtype):
+        """Those of the kernel of linear_scan, against its eager loop in float64; the longest at its end alone."""
+        xs = [(0.5 + 0.5 * torch.rand(shape, device="cuda")).to(dtype).requires_grad_() for _ in range(2)]
+        ys, got = self.step(gated, xs, "gradfuse", dim, used=(1,))
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda()
+        a, x, weight = (t.detach().double().movedim(dim, 0).flatten(1)[:, None] for t in (*xs, weight.to(dtype)))
+        if shape[dim] > 1000:
+            a, x, weight = a[-600:], x[-600:], weight[-600:]
+        y = linear_scan(a[1:], x, False, torch.float64)
+        gradient = linear_scan(a[1:], weight, True, torch.float64)
+        of_gate = torch.cat([torch.zeros_like(y[:1]), gradient[1:] * y[:-1]])
+        settled = slice(300, None) if shape[dim] > 1000 else slice(None)
+        for found, want in zip((ys[1], *got), (y, of_gate, gradient), strict=True):
+            found = found.movedim(dim, 0).flatten(1)[:, None][-len(want) :]
+            bound = 1e-6 if dtype is torch.float32 else 6e-3
+            assert relative_error(found[settled], want[settled]) < bound
+
+    def test_captured_tensors(self):
+        xs = leaves("ff", 97, torch.float32, "cuda")
+        rate = (0.5 + 0.4 * torch.rand(3, 2, device="cuda")).requires_grad_()
+        exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
+        ys, _ = self.step(lambda t1, y1, t2, y2: decayed(t1, y1, t2, y2, rate), xs, "gradfuse")
+        wants = loop(lambda *operands: decayed(*operands, exact[2]), exact[:2])
+        weight = torch.randn_like(ys[1])
+        got, want = torch.autograd.grad(ys[1], [*xs, rate], weight), torch.autograd.grad(wants[1], exact, weight.double())
+        for found, exactly in zip(got, want, strict=True):
+            assert relative_error(found, exactly) < 1e-5
 
     @pytest.mark.parametrize("reverse", [False, True])
     @pytest.mark.parametrize("dim", [0, 1, 2])

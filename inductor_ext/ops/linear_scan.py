@@ -1,0 +1,58 @@
+"""``y_t = x_t + c_t y_{t-1}`` along dim 0: what the gradient of every scan is, and gated recurrences themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..compat import uses_triton_on_cpu
+
+#: Fewer lanes do not fill a GPU, where a program owns lanes for all time.
+FEWEST_LANES = 2048
+#: Lanes that lie next to each other in memory, at least.
+FEWEST_NEIGHBOURS = 16
+
+
+@torch.library.custom_op("gradfuse::linear_scan", mutates_args=())
+def linear_scan(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
+
+    inputs [T, P, L], coefficients [T - 1, P, L], of floating dtypes. Computed in fp32 (float64 if one of them is) and
+    rounded to ``dtype``; the result [T, P, L] has the memory order of inputs.
+    """
+    wide = torch.promote_types(torch.promote_types(coefficients.dtype, inputs.dtype), torch.float32)
+    out = torch.empty_like(inputs, dtype=wide)
+    steps = range(inputs.shape[0])
+    before: int | None = None
+    for t in reversed(steps) if reverse else steps:
+        out[t] = inputs[t].to(wide)
+        if before is not None:
+            out[t] += coefficients[t if reverse else before].to(wide) * out[before]
+        before = t
+    return out.to(dtype) if dtype is not wide else out
+
+
+@linear_scan.register_fake
+def _(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(inputs, dtype=dtype)
+
+
+def suits(x: Tensor) -> bool:
+    """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes, next to each other."""
+    if x.device.type != "cuda" and not uses_triton_on_cpu():
+        return False
+    dense = x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS
+    return dense and x.shape[0] > 1 and x[0].numel() >= FEWEST_LANES
+
+
+def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
+    split = inputs.dim() - 1
+    while split > 1 and inputs.stride(split - 1) == inputs.stride(split) * inputs.shape[split]:
+        split -= 1
+
+    def planes(x: Tensor) -> Tensor:
+        lanes = x.flatten(split)
+        return lanes.unsqueeze(1) if split == 1 else lanes.flatten(1, -2)
+
+    return linear_scan(planes(coefficients), planes(inputs), reverse, dtype).reshape(inputs.shape)

@@ -1,0 +1,69 @@
+"""The lowering of linear_scan: the emitted kernel against the op's eager loop in float64."""
+
+import contextlib
+
+import pytest
+import torch
+
+from inductor_ext.ops.linear_scan import linear_scan
+from tests import snapshots
+from tests.emitted import body, kernels_of
+from tests.flex.case import relative_error
+from tests.interpreter import triton_on_cpu
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
+DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def compiled(reverse, dtype, **options):
+    return torch.compile(lambda c, x: linear_scan(c, x * 1, reverse, dtype), backend="gradfuse", fullgraph=True, **options)
+
+
+def operands(length, planes, lanes, dtype, device):
+    """Time between planes and lanes, as in [B, T, H]."""
+    where = "cuda" if device == "cuda" else "cpu"
+    c, x = torch.rand(planes, max(length - 1, 0), lanes), torch.randn(planes, length, lanes)
+    return [t.to(where, dtype).movedim(1, 0) for t in (c, x)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length, planes, lanes", [(1, 2, 20), (2, 1, 16), (256, 1, 16), (257, 2, 33), (600, 1, 5)])
+def test_against_a_loop(length, planes, lanes, reverse, device):
+    c, x = operands(length, planes, lanes, torch.float32, device)
+    want = linear_scan(c.double(), x.double(), reverse, torch.float64)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got = compiled(reverse, torch.float32)(c, x)
+    assert relative_error(got, want) < 1e-6
+    if length > 1 and planes > 1:
+        assert got.stride() == x.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes_are_rounded_once(dtype, device):
+    c, x = operands(300, 1, 20, dtype, device)
+    want = linear_scan(c.double(), x.double(), True, torch.float64)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got = compiled(True, dtype)(c, x)
+    assert got.dtype == dtype
+    assert relative_error(got, want) <= 1.05 * relative_error(want.to(dtype), want) + 1e-12
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+def test_dynamic_lengths(device):
+    run = compiled(False, torch.float32, dynamic=True)
+    with contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu():
+        for length in (30, 300, 7):
+            c, x = operands(length, 2, 20, torch.float32, device)
+            assert relative_error(run(c, x), linear_scan(c.double(), x.double(), False, torch.float64)) < 1e-6
+
+
+@INTERPRETED
+def test_emitted_kernel():
+    from torch._inductor.utils import run_and_get_code
+
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(compiled(True, torch.float32), *operands(300, 2, 20, torch.float32, "cpu"))
+    (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
+    snapshots.check(__file__, "scan", body(kernel))
