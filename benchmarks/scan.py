@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
 
+import inductor_ext  # noqa: F401  (registers the backend)
+
 from .runner import Case, gradfuse, run_suite, stock
 
 LENGTHS = (256, 1024, 4096, 16384)

@@ -126,3 +126,4 @@ def gradfuse(
 gradfuse.reset = compat.reset_cudagraphs
 compat.register("gradfuse", gradfuse)
 compat.relax_front_end_checks(gradfuse)
+compat.relax_captured_scans(gradfuse)

@@ -21,7 +21,7 @@ import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
 from torch._guards import detect_fake_mode
-from torch._higher_order_ops.associative_scan import associative_scan_op  # noqa: F401  (registers the op)
+from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import ir
@@ -32,6 +32,7 @@ from torch._inductor.lowering import empty, empty_strided, fallback_handler, low
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
@@ -69,6 +70,7 @@ __all__ = [
     "override_lowerings",
     "realize",
     "register",
+    "relax_captured_scans",
     "relax_front_end_checks",
     "scan_op",
     "statically_known_true",
@@ -144,6 +146,31 @@ def relax_front_end_checks(backend: Callable[..., Any]) -> None:
     relaxed_validate_device._gradfuse = True
     _flex_module._validate_device = relaxed_validate_device
     _flex_ops.create_fw_bw_graph = relaxed_create_fw_bw_graph
+
+
+def relax_captured_scans(backend: Callable[..., Any]) -> None:
+    """Lift associative_scan's refusal of captured tensors under autograd while Dynamo traces for ``backend``, and only then.
+
+    The op's autograd stands in the way already when Dynamo runs it on fake tensors; what AOTAutograd differentiates later is
+    what the backend makes of the node. There the refusal is in force, so no gradient can get lost.
+    """
+    autograd_key = torch._C.DispatchKey.Autograd
+    original = associative_scan_op.py_kernels[autograd_key]
+    if getattr(original, "_gradfuse", False):
+        return
+
+    def relaxed(combine_fn: Any, xs: Any, additional_inputs: Any) -> Any:
+        captures = any(isinstance(x, torch.Tensor) for x in additional_inputs)
+        if not captures or not isinstance(xs[0], FakeTensor) or _compiling_backend() is not backend:
+            return original(combine_fn, xs, additional_inputs)
+        detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*xs, *additional_inputs)]
+        ys = original(combine_fn, detached[: len(xs)], tuple(detached[len(xs) :]))
+        needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*xs, *additional_inputs))
+        return type(ys)(y.requires_grad_(needed and y.is_floating_point()) for y in ys)
+
+    relaxed._gradfuse = True
+    associative_scan_op.py_kernels[autograd_key] = relaxed
+    associative_scan_op._dispatch_cache.clear()
 
 
 # ---------------------------------------------------------------- Inductor: configuration

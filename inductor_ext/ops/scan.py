@@ -70,7 +70,9 @@ def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence
         before, now = flat[: count + len(captured)], flat[count + len(captured) :]
         tensors = iter(now[count:])
         rest = (next(tensors) if n is None else n for n in numbers)
-        return [*torch.utils._pytree.tree_leaves(combine(*before[:count], *now[:count], *rest)), *now[count:]]
+        results = torch.utils._pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
+        # A result of the op may not be one of its operands.
+        return [*results, *(x.clone() for x in now[count:])]
 
     constant = [x.expand(shape[1:]).expand(shape) for x in captured]
     return _Scan.apply(with_captured, (), *xs, *constant)[:count]
