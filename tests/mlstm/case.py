@@ -77,10 +77,11 @@ class Case:
     def check(self, run, device="cpu"):
         """Hold ``run(*operands)`` to 1e-5, or where the formula in fp32 itself loses more, to 1.2 times its error.
 
-        In half precision the peer is ``half_products``; errors there are the mean of several draws.
+        In half precision the peer is ``half_products``; errors there are the mean of several draws, because a few rows
+        with a small normaliser make most of a draw's error (over ten draws of one case it went from 2.2e-3 to 5.8e-3).
         """
         if self.dtype.itemsize == 2:
-            draws = [replace(self, seed=seed) for seed in range(4)]
+            draws = [replace(self, seed=seed) for seed in range(16 if device == "cuda" else 4)]
             errors = _mean([draw.errors(run, device)[0] for draw in draws])
             formula = _mean([half_products(draw, device) for draw in draws])
         else:

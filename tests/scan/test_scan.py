@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from inductor_ext.ops.scan import scan
 from tests.flex.case import relative_error
@@ -257,8 +258,6 @@ def test_only_what_meets_is_scanned():
 @pytest.mark.gpu
 class TestCompiled:
     def step(self, combine, xs, backend, dim=0, reverse=False, used=None):
-        from torch._higher_order_ops.associative_scan import associative_scan
-
         def run(*leaves):
             def pairs(left, right):
                 return tuple(combine(*left, *right))
@@ -307,10 +306,18 @@ class TestCompiled:
         xs = leaves("ff", 97, torch.float32, "cuda")
         rate = (0.5 + 0.4 * torch.rand(3, 2, device="cuda")).requires_grad_()
         exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
-        ys, _ = self.step(lambda t1, y1, t2, y2: decayed(t1, y1, t2, y2, rate), xs, "gradfuse")
-        wants = loop(lambda *operands: decayed(*operands, exact[2]), exact[:2])
-        weight = torch.randn_like(ys[1])
-        got, want = torch.autograd.grad(ys[1], [*xs, rate], weight), torch.autograd.grad(wants[1], exact, weight.double())
+
+        def run(t, y):
+            def pairs(left, right):
+                return decayed(*left, *right, rate)
+
+            return associative_scan(pairs, (t, y), 0, combine_mode="pointwise")[1]
+
+        y = torch.compile(run, backend="gradfuse", fullgraph=True)(*xs)
+        exactly = loop(lambda *operands: decayed(*operands, exact[2]), exact[:2])[1]
+        weight = torch.randn_like(y)
+        got = torch.autograd.grad(y, [*xs, rate], weight)
+        want = torch.autograd.grad(exactly, exact, weight.double())
         for found, exactly in zip(got, want, strict=True):
             assert relative_error(found, exactly) < 1e-5
 
