@@ -134,6 +134,59 @@ def casts_table() -> str:
     return "\n".join(lines)
 
 
+def mlstm_table() -> str:
+    result = load("mlstm")
+    lines = [
+        f"{provenance(result)} bf16, 8 heads, batches of 4096 tokens or one sequence, norm included; milliseconds, median "
+        "of `do_bench`, in brackets the time that the GPU is busy; the error is the largest of output and gradients against "
+        "float64; the peak is that of a step. mlstm-kernels 2.0.6: the kernels that are not listed make Triton's compiler "
+        "abort on this machine.",
+        "",
+        "| tokens, head width | | forward | backward | largest error | peak, MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in result["rows"]:
+        if "refused" in r or r["peer"] == "gradfuse, plain form":
+            continue
+        times = f"{both_times(r, 'forward')} | {both_times(r, 'backward')}"
+        lines.append(f"| {r['case']} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
+    return "\n".join(lines)
+
+
+def scan_table() -> str:
+    result = load("scan")
+    lines = [
+        f"{provenance(result)} The gated recurrence `(a1 a2, x1 a2 + x2)`, its second leaf returned; milliseconds, median "
+        "of `do_bench`, in brackets the time that the GPU is busy; the error is the largest of output and gradients.",
+        "",
+        "| case | shape, dim | | forward | backward | largest error | peak, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in result["rows"]:
+        if "refused" in r:
+            continue
+        times = f"{both_times(r, 'forward')} | {both_times(r, 'backward')}"
+        where = f"{r['shape']}, {r['dim']}, {r['dtype']}"
+        lines.append(f"| {r['case']} | {where} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
+    return "\n".join(lines)
+
+
+def mlstm_plot(path: Path) -> None:
+    """Kernel time of a step by length."""
+    rows = [r for r in load("mlstm")["rows"] if "refused" not in r and r["width"] == 128]
+    figure, axes = new_figure()
+    peers = {"stock, plain form": "#b0b0b0", "triton_limit_chunk 64": "#e0a030", "gradfuse": "#2a6fdb"}
+    for peer, colour in peers.items():
+        own = [r for r in rows if r["peer"] == peer]
+        step = [r["forward_kernels_ms"] + r["backward_kernels_ms"] for r in own]
+        axes.plot([r["length"] for r in own], step, marker="o", label=peer, color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("forward + backward, ms")
+    save(figure, axes, path)
+
+
 def moe_plot(path: Path) -> None:
     """Backward kernel time over the bound, by case."""
     rows = [r for r in load("moe")["rows"] if r["backward_bytes"]]
@@ -212,6 +265,8 @@ def main() -> None:
         "flex_cpu": flex_cpu_table,
         "moe": moe_table,
         "casts": casts_table,
+        "mlstm": mlstm_table,
+        "scan": scan_table,
     }
     for name, table in tables.items():
         content = table()
@@ -221,6 +276,7 @@ def main() -> None:
     readme.write_text(text)
     flex_plot(RESULTS / "flex.svg")
     moe_plot(RESULTS / "moe.svg")
+    mlstm_plot(RESULTS / "mlstm.svg")
 
 
 if __name__ == "__main__":
