@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .terms import Term, arg, is_one, is_tensor, number, op, shape, terms, view_of, whole
+from .terms import Term, arg, binary, is_one, is_tensor, number, op, shape, terms, view_of, whole
 
 
 class NotMLSTM(Exception):
@@ -62,10 +62,10 @@ def _uncast(node: Any, inside: set[Node]) -> Any:
 
 def _parts(product: Node, inside: set[Node]) -> tuple[Node | None, Any, Any]:
     """C, v and the normaliser of ``(C / n) @ v`` or ``(C @ v) / n``."""
-    if op(product) == "matmul" and op(quotient := _uncast(product.args[0], inside)) == "div":
+    if binary(product, "matmul") and binary(quotient := _uncast(product.args[0], inside), "div"):
         inside.add(quotient)
         return quotient.args[0], product.args[1], quotient.args[1]
-    if op(product) == "div" and op(product.args[0]) == "matmul" and is_tensor(product.args[1]):
+    if binary(product, "div") and binary(product.args[0], "matmul") and is_tensor(product.args[1]):
         inside.add(product.args[0])
         return _uncast(product.args[0].args[0], inside), product.args[0].args[1], product.args[1]
     return None, None, None
@@ -73,7 +73,7 @@ def _parts(product: Node, inside: set[Node]) -> tuple[Node | None, Any, Any]:
 
 def _factors(combined: Any) -> tuple[Any, Any]:
     """The scores and the exponential of ``C = scores * exp(...)``."""
-    if op(combined) != "mul":
+    if not binary(combined, "mul"):
         return None, None
     exponential = [a for a in combined.args if op(a) == "exp"]
     if len(exponential) != 1:
@@ -84,7 +84,7 @@ def _factors(combined: Any) -> tuple[Any, Any]:
 
 def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     """D and the node of its row maximum, of ``D - max(D, -1, keepdim=True)``."""
-    if op(difference) != "sub":
+    if not binary(difference, "sub"):
         return None, None
     log_weights, row_max = difference.args
     maximum = view_of(row_max).base if is_tensor(row_max) else None
@@ -98,7 +98,7 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     if op(reduction) not in ("max", "amax") or arg(reduction, 0, "input") is not log_weights:
         return None, None
     dim = arg(reduction, 1, "dim")
-    if dim not in (-1, len(shape(log_weights)) - 1, [-1], (-1,)):
+    if dim not in (-1, len(shape(log_weights)) - 1, [-1], (-1,)) or not _is_column(row_max, log_weights):
         raise NotMLSTM("the maximum is not taken over the keys")
     inside |= {difference, log_weights, reduction, row_max}
     return log_weights, row_max
@@ -131,6 +131,11 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
     if signs != {"row": 1, "column": -1} or _place(rest[0]) != "column" or rest[0].sign != 1:
         raise NotMLSTM("the terms of the exponent are not F_t - F_s + i_s")
     return rest[0].base, _forget_gate(decays[0].base)
+
+
+def _is_column(node: Node, matrix: Node) -> bool:
+    """Whether ``node`` holds one number for every row of ``matrix``: [..., S, 1] of the same rank."""
+    return len(shape(node)) == len(shape(matrix)) and is_one(shape(node)[-1])
 
 
 def _place(term: Term) -> str:
@@ -176,6 +181,8 @@ def _is_causal(condition: Any, negated: bool) -> bool:
         return _is_causal(node.args[0], not negated)
     if op(node) in ("bool", "to", "type"):
         return _is_causal(node.args[0], negated)
+    if any(is_one(size) for size in shape(node)[-2:]) and op(node) in ("tril", "triu"):
+        return False
     if op(node) in ("tril", "triu"):
         diagonal = arg(node, 1, "diagonal", 0)
         ones = op(node.args[0]) in ("ones", "ones_like", "new_ones")
@@ -201,7 +208,7 @@ def _forget_gate(decay: Node) -> Node:
     inner, dim = arg(decay, 0, "input"), arg(decay, 1, "dim")
     sizes = shape(decay)
     positions = len(sizes) - 2 if len(sizes) == 4 else len(sizes) - 1
-    if dim % len(sizes) != positions:
+    if dim % len(sizes) != positions or (len(sizes) == 4 and not is_one(sizes[3])):
         raise NotMLSTM("the cumulative sum is not taken over the positions")
     while op(inner) in ("float", "double", "to", "contiguous"):
         inner = inner.args[0]
@@ -217,7 +224,9 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
     """eps of ``max(|sum C|, exp(-m)) + eps``."""
     eps = 0.0
     inside.add(node)
-    if op(node) == "add":
+    if not is_tensor(node) or not _is_column(node, combined):
+        raise NotMLSTM("the normaliser is not one number a row, [..., S, 1]")
+    if binary(node, "add"):
         numbers = [number(a) for a in node.args if not is_tensor(a)]
         if len(numbers) != 1 or numbers[0] is None:
             raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
@@ -269,7 +278,7 @@ def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
 def _unscaled(node: Any, inside: set[Node]) -> tuple[Any, float]:
     """A node without its factors that are Python numbers, and their product."""
     scale = 1.0
-    while op(node) in ("mul", "div"):
+    while binary(node, "mul") or binary(node, "div"):
         factors = [a for a in node.args if is_tensor(a)]
         numbers = [number(a) for a in node.args if not is_tensor(a)]
         if len(factors) != 1 or numbers[0] is None or (op(node) == "div" and factors[0] is not node.args[0]):

@@ -35,6 +35,7 @@ _ALIASES = {
     "greater": "gt",
     "less": "lt",
 }
+_IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow"))}
 
 
 def op(node: Any) -> str:
@@ -71,6 +72,18 @@ def number(x: Any) -> float | None:
 def reads_shape(node: Node) -> bool:
     """Whether a node reads only the shape of its operand."""
     return op(node) in ("size", ".shape", "sym_size", "dim")
+
+
+def changes_in_place(node: Node) -> bool:
+    """Whether a node writes to one of its operands, as far as its name tells."""
+    name = op(node)
+    written = name.endswith("_") and not name.endswith("__")
+    return written or name in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True
+
+
+def binary(node: Any, name: str) -> bool:
+    """Whether a node is the op ``name`` of two operands and nothing else (no ``alpha``, no ``rounding_mode``)."""
+    return op(node) == name and len(node.args) == 2 and not node.kwargs
 
 
 def is_one(size: Any) -> bool:

@@ -41,7 +41,7 @@ def suits(x: Tensor) -> bool:
     """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes, next to each other."""
     if x.device.type != "cuda" and not uses_triton_on_cpu():
         return False
-    dense = x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS
+    dense = x.is_floating_point() and x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS
     return dense and x.shape[0] > 1 and x[0].numel() >= FEWEST_LANES
 
 

@@ -47,7 +47,7 @@ class _Scan(torch.autograd.Function):
 
 def _scanned_forward(combine: Callable[..., Any], additional: Sequence[Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     leaves = gated(combine)
-    if leaves is None or not suits(xs[0]):
+    if leaves is None or not all(suits(x) for x in xs):
         return tuple(associative_scan_hop(combine, list(xs), tuple(additional)))
     gate, state = leaves
     ys = {gate: xs[gate].cumprod(0), state: scanned(xs[gate][1:], xs[state], False, xs[state].dtype)}
@@ -119,7 +119,8 @@ def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Seque
     for i in floating:
         if not after[i].requires_grad:
             continue
-        ones = torch.ones_like(after[i])
+        # Not ones_like: Inductor's joint passes take the products with a filled tensor away, and with that a kernel.
+        ones = torch.ones(after[i].shape, dtype=after[i].dtype, device=after[i].device)
         columns = torch.autograd.grad(after[i], [before[j] for j in floating], ones, retain_graph=True, allow_unused=True)
         found.update({(i, j): c.detach() for j, c in zip(floating, columns, strict=True) if c is not None})
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..analysis.mlstm_pattern import Cell, NotMLSTM, find
-from ..analysis.terms import arg, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
+from ..analysis.terms import arg, changes_in_place, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
 from ..ops.mlstm import mlstm_op
 from ..options import Options
 from ..report import STOCK, record, user_line
@@ -43,7 +43,7 @@ def rewrite(gm: GraphModule, own: Options) -> None:
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
         changed = True
     if changed:
-        gm.graph.eliminate_dead_code()
+        # AOTAutograd drops what is left of the plain form. Dead code elimination here would drop in-place ops too.
         gm.graph.lint()
         gm.recompile()
 
@@ -51,9 +51,13 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 def _check(product: Node, cell: Cell) -> None:
     """Raise NotMLSTM where the op could not take the place of the cell."""
     for node in cell.inside:
-        outside = [u for u in node.users if u not in cell.inside and u is not product and u.users and not reads_shape(u)]
+        outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u)]
         if outside:
             raise NotMLSTM(f"{node.name} is also used by {outside[0].name}")
+    nodes = list(product.graph.nodes)
+    between = nodes[min(nodes.index(n) for n in cell.inside) : nodes.index(product)]
+    if any(changes_in_place(n) for n in between):
+        raise NotMLSTM("a tensor is changed in place between its parts")
     operands = (cell.query, cell.key, cell.value)
     values = [x.meta["example_value"] for x in operands if is_tensor(x)]
     if len(values) < 3 or any(v.dim() != 4 for v in values):
@@ -67,8 +71,14 @@ def _check(product: Node, cell: Cell) -> None:
             raise NotMLSTM(f"a gate of shape {tuple(shape(gate))} is not [B, N, S]")
     if not cell.scale > 0:
         raise NotMLSTM(f"the scale {cell.scale} is not positive")
-    if any(getattr(n.target, "__name__", "") == _AUTOCAST for n in product.graph.nodes):
+    autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in nodes)
+    if autocast or any(torch.is_autocast_enabled(v.device.type) for v in values):
         raise NotMLSTM("it may run under autocast, which decides the dtype of each product")
+
+
+def _ignores_values(user: Node) -> bool:
+    """Whether a user reads only a shape, or is an unused part of a result (the places of ``max``)."""
+    return reads_shape(user) or (op(user) == "getitem" and not user.users)
 
 
 def _gate_shape(gate: Node) -> tuple[Any, ...]:
@@ -149,7 +159,7 @@ def _headwise_norm(hidden: Node) -> _Norm | None:
         weight, bias = (arg(node, i, name) for i, name in ((2, "weight"), (3, "bias")))
         sizes = [number(size) for size in arg(node, 1, "normalized_shape")]
         over_width = sizes == [number(width)] and arg(node, 0, "input") is hidden
-        return _Norm(node, False, weight, bias, arg(node, 4, "eps", 1e-5)) if over_width else None
+        return _Norm(node, False, weight, bias, number(arg(node, 4, "eps", 1e-5))) if over_width else None
     moved = hidden
     while op(node) in ("transpose", "contiguous"):
         moved, node = node, _only_user(node)
@@ -166,7 +176,7 @@ def _headwise_norm(hidden: Node) -> _Norm | None:
     ):
         return None
     weight, bias = (arg(groups, i, name) for i, name in ((2, "weight"), (3, "bias")))
-    return _Norm(groups, True, weight, bias, arg(groups, 4, "eps", 1e-5))
+    return _Norm(groups, True, weight, bias, number(arg(groups, 4, "eps", 1e-5)))
 
 
 def _only_user(node: Any) -> Any:

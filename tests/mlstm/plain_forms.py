@@ -70,6 +70,13 @@ def compared(query, key, value, input_gate, forget_gate, weight):
     return (hidden * (1 + weight.view(heads, 1, -1))).transpose(1, 2).flatten(2)
 
 
+def _in_place(log_weights, decay, input_gate):
+    """The mask's work done behind the back of the graph: an op whose result nobody uses."""
+    log_weights = log_weights.clone()
+    log_weights.mul_(0.5)
+    return log_weights
+
+
 def _with(normaliser=None, mask=None, exponent=None, side=False):
     def form(query, key, value, input_gate, forget_gate, weight):
         length = query.shape[2]
@@ -102,4 +109,13 @@ NEAR_MISSES = {
     "gate_twice": _with(exponent=lambda d, decay, i: d + i[..., None, :]),
     "reversed_decay": _with(exponent=lambda d, decay, i: decay[..., None, :] - decay[..., :, None] + i[..., None, :]),
     "side_output": _with(side=True),
+    "in_place": _with(exponent=_in_place),
+    "normaliser_doubled": _with(
+        normaliser=lambda c, m: torch.add(torch.maximum(c.sum(-1, keepdim=True).abs(), torch.exp(-m)), EPS, alpha=2e5)
+    ),
+    "quotient_rounded": _with(
+        normaliser=lambda c, m: torch.maximum(
+            torch.div(c.sum(-1, keepdim=True), 0.1, rounding_mode="floor").abs(), torch.exp(-m)
+        )
+    ),
 }

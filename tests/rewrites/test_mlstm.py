@@ -1,14 +1,20 @@
 """mLSTM in its plain form becomes the op; what only looks like it stays, and the report says why."""
 
+import re
+from unittest import mock
+
 import pytest
 import torch
 
 from inductor_ext import compat
 from inductor_ext.analysis.terms import terms
 from inductor_ext.report import STOCK, collect
+from inductor_ext.rewrites import mlstm
+from tests import snapshots
 from tests.flex.case import relative_error
+from tests.mlstm import plain_forms
 from tests.mlstm.plain_forms import NEAR_MISSES, PLAIN
-from tests.rewrites.dynamo_graphs import dynamo_graph
+from tests.rewrites.dynamo_graphs import Stop, dynamo_graph
 
 REASONS = {
     "normaliser_of_one": "the normaliser is not",
@@ -20,6 +26,9 @@ REASONS = {
     "gate_twice": "4 terms",
     "reversed_decay": "not F_t - F_s + i_s",
     "side_output": "also used by mean",
+    "in_place": "also used by mul_",
+    "normaliser_doubled": "the normaliser is not",
+    "quotient_rounded": "does not sum C",
 }
 
 
@@ -54,6 +63,55 @@ def test_plain_forms_are_recognised(name, dynamic):
 def test_near_misses_are_left_alone(name):
     found, errors = decisions(NEAR_MISSES[name], operands())
     assert [d.path for d in found] == [STOCK] and REASONS[name] in found[0].why
+    assert errors[0] < 1e-5
+
+
+def test_a_returned_matrix_keeps_the_plain_form():
+    def form(query, key, value, input_gate, forget_gate, weight):
+        kept = {}
+
+        def normaliser(combined, row_max):
+            kept["combined"] = combined
+            return torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + 1e-6
+
+        out = plain_forms._with(normaliser=normaliser)(query, key, value, input_gate, forget_gate, weight)
+        return out, kept["combined"]
+
+    with compat.without_caches(), collect() as report:
+        torch.compile(form, backend="gradfuse", fullgraph=True)(*operands())
+    (found,) = (d for d in report.decisions if d.pass_name == "mlstm_pattern")
+    assert found.path == STOCK and "also used by output" in found.why
+
+
+def test_in_place_ops_beside_it_stay():
+    """Ops without users that change a tensor are not dead code."""
+    inputs = operands()
+
+    def form(counter, *rest):
+        counter.add_(1)
+        return PLAIN["broadcast"](*rest)
+
+    counter = torch.zeros(())
+    with compat.without_caches(), collect() as report:
+        torch.compile(form, backend="gradfuse", fullgraph=True)(counter, *inputs)
+    assert counter == 1
+    assert [d.path for d in report.decisions if d.pass_name == "mlstm_pattern"] == ["gradfuse::mlstm"]
+
+
+def test_gates_along_the_wrong_axis_are_left_alone():
+    """[B, N, 1, S] summed up over the axis of one."""
+
+    def form(query, key, value, input_gate, forget_gate, weight):
+        sums = torch.nn.functional.logsigmoid(forget_gate[:, :, None, :]).cumsum(-2)
+        exponents = sums.mT - sums + input_gate[:, :, None, :]
+        exponents = exponents.masked_fill(~torch.ones(33, 33, dtype=torch.bool).tril(), -torch.inf)
+        row_max = exponents.amax(-1, keepdim=True)
+        combined = query @ key.mT * torch.exp(exponents - row_max)
+        normaliser = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max))
+        return combined / normaliser @ value + weight[:24]
+
+    found, errors = decisions(form, operands())
+    assert [d.path for d in found] == [STOCK] and "not taken over the positions" in found[0].why
     assert errors[0] < 1e-5
 
 
@@ -111,3 +169,22 @@ def test_terms(matrix, want):
     product = next(n for n in graph.nodes if n.op == "call_function" and n.target.__name__ == "mul")
     found = [(t.sign, t.base.name.strip("_").removeprefix("l_").rstrip("_"), t.dims) for t in terms(product.args[0])]
     assert [(s, n[0], d) for s, n, d in found] == want
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_graph_after_the_rewrite(name):
+    """Dynamo's graph without what nothing uses any more."""
+    seen = []
+
+    def spy(gm, own):
+        rewrite(gm, own)
+        gm.graph.eliminate_dead_code()
+        seen.append(str(gm.graph))
+        raise Stop
+
+    rewrite = mlstm.rewrite
+    with mock.patch.object(mlstm, "rewrite", spy), pytest.raises(Exception, match="Stop"):
+        torch.compile(PLAIN[name], backend="gradfuse", fullgraph=True, dynamic=False)(*operands())
+    text = re.sub(r" : [\w.]+(?= \[)", "", seen[0]).replace("L_", "l_").replace(", kwargs = {}", "")
+    text = re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"target=<function (\w+) at[^>]*>", r"target=\1", text))
+    snapshots.check(__file__, f"mlstm_{name}", text.strip() + "\n")
