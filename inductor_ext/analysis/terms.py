@@ -29,6 +29,8 @@ _ALIASES = {
     "bitwise_not": "not",
     "log_sigmoid": "logsigmoid",
     "bmm": "matmul",
+    "mT": ".mT",
+    "T": ".T",
     "reshape": "view",
     "greater_equal": "ge",
     "less_equal": "le",
