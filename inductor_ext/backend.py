@@ -74,10 +74,6 @@ def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
     return patched
 
 
-def _decompositions(own: Options) -> dict[Any, Callable[..., Any]]:
-    return {torch.ops.gradfuse.mlstm.default: mlstm_op.decomposed} if own.enabled("mlstm") else {}
-
-
 def _inner_compile(own: Options) -> Callable[..., Any]:
     """Inductor's inner compile of one graph (forward or backward) with our post-AOT rewrites and lowerings in force."""
 
@@ -119,7 +115,6 @@ def gradfuse(
         example_inputs,
         inner_compile=_inner_compile(own),
         config_patches=_with_passes(own, patches),
-        decompositions=compat.decompositions(_decompositions(own)),
     )
 
 
@@ -127,3 +122,4 @@ gradfuse.reset = compat.reset_cudagraphs
 compat.register("gradfuse", gradfuse)
 compat.relax_front_end_checks(gradfuse)
 compat.relax_captured_scans(gradfuse)
+compat.register_decomposition(torch.ops.gradfuse.mlstm.default, mlstm_op.decomposed)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 import torch._inductor.config as inductor_config
+import torch._inductor.decomposition as _decomposition
 import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
@@ -53,7 +54,6 @@ __all__ = [
     "autotune",
     "compile_fx",
     "compile_fx_inner",
-    "decompositions",
     "detect_fake_mode",
     "deterministic_lowerings",
     "empty",
@@ -70,6 +70,7 @@ __all__ = [
     "override_lowerings",
     "realize",
     "register",
+    "register_decomposition",
     "relax_captured_scans",
     "relax_front_end_checks",
     "scan_op",
@@ -201,9 +202,10 @@ def custom_passes(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def decompositions(ours: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Inductor's table of decompositions with entries of ours."""
-    return {**select_decomp_table(), **ours}
+def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:
+    """Put an op of ours into Inductor's table of decompositions, for good: a table passed to compile_fx has no cache key."""
+    _decomposition.decompositions[op] = decomposition
+    _decomposition.fast_random_decomps.cache_clear()
 
 
 def fallback(op: Any) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ PASSES: dict[str, str] = {
     "casts": "round trips of casts (bf16 -> f32 -> bf16) through ops that only move values, removed",
     "out_dtype": "half-precision matmuls whose result is cast to fp32 and returned (weight gradients): fp32 output",
     "mlstm_pattern": "mLSTM in plain PyTorch, recognised and replaced by the op mlstm",
-    "mlstm": "the op mlstm as scans of its gates and fused kernels for what is quadratic in the length",
+    "mlstm": "lowering of what is quadratic in the length of the op mlstm onto fused kernels",
     "dense_attention": "flex_attention on CPU tensors as blocked dense math, which trains",
     "flex_attention": "lowering of flex_attention's forward for training onto flex_forward.py.jinja",
     "flex_attention_backward": "lowering of flex_attention's backward onto flex_backward.py.jinja",

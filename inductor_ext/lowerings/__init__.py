@@ -30,9 +30,10 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.gather_sum.default: gather_sum.lower,
         torch.ops.gradfuse.linear_scan.default: linear_scan.lower,
-        torch.ops.gradfuse.mlstm_tiles.default: mlstm.lower_forward,
-        torch.ops.gradfuse.mlstm_tiles_backward.default: mlstm.lower_backward,
         torch.ops.gradfuse.place_rows.default: place_rows.lower,
         torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
     }
+    if own.enabled("mlstm"):
+        ours[torch.ops.gradfuse.mlstm_tiles.default] = mlstm.lower_forward
+        ours[torch.ops.gradfuse.mlstm_tiles_backward.default] = mlstm.lower_backward
     return {**ours, **made_by_rewrites}
