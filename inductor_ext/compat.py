@@ -329,9 +329,12 @@ def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any], 
     return ir.FixedLayout(device, dtype, list(size), stride=[sympy.sympify(s) for s in stride])
 
 
-def node_strides() -> list[Any]:
-    """The strides that the node which is being lowered has by its fake implementation."""
-    return [x.node.expr if isinstance(x, torch.SymInt) else x for x in V.graph.current_node.meta["val"].stride()]
+def node_layout(output: int | None = None) -> Any:
+    """The layout that the node which is being lowered has by its fake implementation (or one of its outputs has)."""
+    value = V.graph.current_node.meta["val"]
+    value = value if output is None else value[output]
+    size, stride = ([x.node.expr if isinstance(x, torch.SymInt) else x for x in xs] for xs in (value.shape, value.stride()))
+    return fixed_layout(value.device, value.dtype, size, stride)
 
 
 def dense_strides(size: Sequence[Any], like: Sequence[Any]) -> list[Any]:

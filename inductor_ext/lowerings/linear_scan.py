@@ -10,7 +10,7 @@ import torch
 from .. import compat
 from ..compat import SymbolicGridFn
 from ..ops.linear_scan import linear_scan
-from .templates import load
+from .templates import load, run
 
 #: Times and lanes of a tile; its loads are all in flight at once (benchmarks/NOTES.md).
 BLOCK_T = 256
@@ -33,21 +33,8 @@ def lower(coefficients: Any, inputs: Any, reverse: bool, dtype: torch.dtype) -> 
     dtypes = (coefficients.get_dtype(), inputs.get_dtype())
     wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
     coefficients, inputs = compat.realize([coefficients, inputs])
-    size = list(inputs.get_size())
-    layout = compat.fixed_layout(inputs.get_device(), dtype, size, compat.node_strides())
-    choices: list[Any] = []
-    _template.maybe_append_choice(
-        choices=choices,
-        input_nodes=[coefficients, inputs],
-        layout=layout,
-        subgraphs=[],
-        mutated_inputs=[],
-        call_sizes=size[1:],
-        REVERSE=reverse,
-        ACC_DTYPE="tl.float64" if wide is torch.float64 else "tl.float32",
-        BLOCK_T=BLOCK_T,
-        BLOCK_L=BLOCK_L,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-    )
-    return compat.autotune(_template.name, choices, [coefficients, inputs], layout, {}, [], [])
+    config = {"BLOCK_T": BLOCK_T, "BLOCK_L": BLOCK_L, "num_warps": NUM_WARPS, "num_stages": 1}
+    accumulator = "tl.float64" if wide is torch.float64 else "tl.float32"
+    sizes = inputs.get_size()[1:]
+    operands = [coefficients, inputs]
+    return run(_template, [config], operands, [], compat.node_layout(), sizes, REVERSE=reverse, ACC_DTYPE=accumulator)

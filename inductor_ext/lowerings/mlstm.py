@@ -7,7 +7,7 @@ code runs, in blocks of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -19,7 +19,7 @@ from ..ops.mlstm_tiles import mlstm_tiles, mlstm_tiles_backward
 from ..report import record, user_line
 from . import flex_common as common
 from .mlstm_configs import backward_configs, forward_configs
-from .templates import load
+from .templates import load, run
 
 NAME = "mlstm"
 #: The path of a decision for the op's own code.
@@ -72,16 +72,6 @@ def _options(query: Any, value: Any, scale: float) -> dict[str, Any]:
     }
 
 
-def _layout(query: Any, width: Any) -> Any:
-    """The layout of ``ops.mlstm_tiles.rows_like``."""
-    batch, heads, length, _ = query.get_size()
-    by_head, by_row = query.get_stride()[1:3]
-    strides = [heads * length * width, length * width, width, 1]
-    if V.graph.sizevars.evaluate_expr(sympy.Lt(by_head, by_row)):
-        strides = [heads * length * width, width, heads * width, 1]
-    return compat.fixed_layout(query.get_device(), query.get_dtype(), [batch, heads, length, width], strides)
-
-
 def _empty(layout: Any) -> Any:
     return compat.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
@@ -91,25 +81,13 @@ def _row_numbers(query: Any) -> Any:
     return compat.empty_strided(size, compat.contiguous_strides(size), dtype=torch.float32, device=query.get_device())
 
 
+def _grid_sizes(query: Any) -> list[Any]:
+    batch, heads, length, _ = query.get_size()
+    return [batch * heads, length]
+
+
 def _none(device: torch.device) -> Any:
     return compat.empty(0, device=device)
-
-
-def _run(template: Any, configs: Sequence[Any], inputs: list[Any], mutated: list[Any], layout: Any, **options: Any) -> Any:
-    batch, heads, length, _ = inputs[0].get_size()
-    choices: list[Any] = []
-    for config in configs:
-        template.maybe_append_choice(
-            choices=choices,
-            input_nodes=inputs,
-            layout=layout,
-            subgraphs=[],
-            mutated_inputs=mutated,
-            call_sizes=[batch * heads, length],
-            **options,
-            **config,
-        )
-    return compat.autotune(template.name, choices, inputs, layout, {}, [], mutated)
 
 
 def lower_forward(
@@ -136,19 +114,20 @@ def lower_forward(
     rows = [compat.require_contiguous(x) for x in (log_weight, log_max, floor)]
     affine = [_none(device) if x is None else compat.require_contiguous(x) for x in (norm_weight, norm_bias)]
     query, key, value, *rows_and_affine = compat.realize([query, key, value, *rows, *affine])
-    layout = _layout(query, value.get_size()[-1])
+    layout = compat.node_layout(0)
     plain = norm_weight is None and norm_bias is None
     normalised = compat.empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
     row_sum, rstd = _row_numbers(query), _row_numbers(query)
     if not norm:
         rstd = compat.full(list(query.get_size()[:3]), 1, torch.float32, device)
     written = [normalised, row_sum, rstd]
-    out = _run(
+    out = run(
         _forward,
         forward_configs(query, value),
         [query, key, value, *rows_and_affine, *written],
         written,
         layout,
+        _grid_sizes(query),
         NORM=norm,
         WEIGHT=norm_weight is not None,
         BIAS=norm_bias is not None,
@@ -181,14 +160,14 @@ def lower_backward(
         return compat.fallback(mlstm_tiles_backward)(*operands)
     rows = [compat.require_contiguous(x) for x in (log_weight, log_row, term, place, through_max)]
     query, key, value, grad, *rows = compat.realize([query, key, value, grad, *rows])
-    of_key, of_value = (_layout(query, x.get_size()[-1]) for x in (key, value))
-    written = [_empty(of_key), _empty(of_value), _row_numbers(query), _row_numbers(query)]
-    grad_key = _run(
+    written = [_empty(compat.node_layout(0)), _empty(compat.node_layout(2)), _row_numbers(query), _row_numbers(query)]
+    grad_key = run(
         _backward,
         backward_configs(query, value),
         [query, key, value, grad, *rows, *written],
         written,
-        of_key,
+        compat.node_layout(1),
+        _grid_sizes(query),
         HAS_MAX_TERM=has_max_term,
         **_options(query, value, scale),
     )

@@ -14,7 +14,7 @@ import torch
 from .. import compat
 from ..compat import SymbolicGridFn
 from ..ops.row_sums import accumulator
-from .templates import load
+from .templates import load, run
 
 aten = torch.ops.aten
 
@@ -56,22 +56,24 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
     options = {"CHUNK": CHUNK, "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32", "num_stages": 1}
 
     block = _block(width, WIDEST_BLOCK)
-    head = _run(
+    head = run(
         _sums,
+        [{}],
         [values, order, keys, out, tail],
-        compat.fixed_layout(device, wide, [chunks, width], partial_strides),
         [out, tail],
+        compat.fixed_layout(device, wide, [chunks, width], partial_strides),
         [chunks, width],
         **options,
         BLOCK_H=block,
         UNROLL=UNROLL,
         num_warps=max(1, min(4, block // 256)),
     )
-    _run(
+    run(
         _totals,
+        [{}],
         [keys, head, tail, out],
-        compat.fixed_layout(device, torch.int32, [chunks], [1]),
         [out],
+        compat.fixed_layout(device, torch.int32, [chunks], [1]),
         [chunks, width],
         **options,
         BLOCK_H=_block(width, WIDEST_TOTALS),
@@ -79,17 +81,3 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         num_warps=4,
     )
     return out
-
-
-def _run(template: Any, inputs: list[Any], layout: Any, mutated: list[Any], call_sizes: list[Any], **options: Any) -> Any:
-    choices: list[Any] = []
-    template.maybe_append_choice(
-        choices=choices,
-        input_nodes=inputs,
-        layout=layout,
-        subgraphs=[],
-        mutated_inputs=mutated,
-        call_sizes=call_sizes,
-        **options,
-    )
-    return compat.autotune(template.name, choices, inputs, layout, {}, [], mutated)

@@ -1,8 +1,12 @@
-"""Where the Jinja templates lie: package data when installed, the top-level directory in a checkout."""
+"""Where the Jinja templates lie (package data when installed, the top-level directory in a checkout), and how one is run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from .. import compat
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = _PACKAGE / "templates"
@@ -15,3 +19,28 @@ def load(name: str, *macros: str) -> str:
     """The source of ``templates/<name>.py.jinja``, the files of macros that it uses in front."""
     files = [*(f"{m}.jinja" for m in macros), f"{name}.py.jinja"]
     return "".join((TEMPLATE_DIR / f).read_text() for f in files)
+
+
+def run(
+    template: Any,
+    configs: Sequence[dict[str, Any]],
+    inputs: list[Any],
+    mutated: list[Any],
+    layout: Any,
+    call_sizes: Sequence[Any],
+    **options: Any,
+) -> Any:
+    """The output of a template without subgraphs: the fastest of ``configs`` beside the ``options`` that all share."""
+    choices: list[Any] = []
+    for config in configs:
+        template.maybe_append_choice(
+            choices=choices,
+            input_nodes=inputs,
+            layout=layout,
+            subgraphs=[],
+            mutated_inputs=mutated,
+            call_sizes=call_sizes,
+            **options,
+            **config,
+        )
+    return compat.autotune(template.name, choices, inputs, layout, {}, [], mutated)

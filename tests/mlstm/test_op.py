@@ -14,13 +14,13 @@ from .case import Case
 from .plain_forms import repeated
 
 
+# Of one key behind a norm only the sign is seen: its gradient is what rounding leaves of 0, and stands in no case.
 @pytest.mark.parametrize(
-    "length, norm, eps, norm_eps", itertools.product([1, 8, 97, 256], [True, False], [0, 1e-2], [0, 1e-6])
+    "length, norm, eps, norm_eps",
+    [c for c in itertools.product([1, 8, 97, 256], [True, False], [0, 1e-2], [0, 1e-6]) if c[0] > 1 or not c[1]],
 )
 def test_against_float64(length, norm, eps, norm_eps):
     case = Case(length=length, norm=norm, eps=eps, norm_eps=norm_eps)
-    if length == 1 and norm:
-        pytest.skip("the norm does not see one key's weight: its gradient is what rounding leaves of 0")
     case.check(lambda *operands: case.call(mlstm, *operands))
 
 
