@@ -220,6 +220,22 @@ def flex_cpu_table() -> str:
     return "\n".join(lines)
 
 
+def mlstm_cpu_table() -> str:
+    result = load("mlstm_cpu")
+    names = ("gradfuse", "eager op", "stock, plain form")
+    lines = [
+        f"{provenance(result)} mLSTM with its norm, fp32, batch 1, 4 heads, D=64; a training step (forward + backward) in "
+        "milliseconds, in brackets the largest error of output and gradients.",
+        "",
+        "| tokens | " + " | ".join(names) + " |",
+        "|---" * (1 + len(names)) + "|",
+    ]
+    for r in result["rows"]:
+        cells = (f"{r[n]['step_ms']:.0f} ({r[n]['error']:.0e})" if n in r else "" for n in names)
+        lines.append(f"| {r['length']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def new_figure() -> tuple[Any, Any]:
     import matplotlib
 
@@ -263,6 +279,7 @@ def main() -> None:
         "flex": flex_table,
         "flex_sweep": flex_sweep_table,
         "flex_cpu": flex_cpu_table,
+        "mlstm_cpu": mlstm_cpu_table,
         "moe": moe_table,
         "casts": casts_table,
         "mlstm": mlstm_table,

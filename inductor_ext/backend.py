@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule
 from . import compat, lowerings
 from .ops import mlstm as mlstm_op
 from .options import Options, split
-from .rewrites import casts, dense_attention, gathers, hoisting, joint_graph, mlstm, scans, scatters, score_mods
+from .rewrites import casts, dense_attention, dense_mlstm, gathers, hoisting, joint_graph, mlstm, scans, scatters, score_mods
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -80,6 +80,7 @@ def _inner_compile(own: Options) -> Callable[..., Any]:
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         dense_attention.rewrite(gm, own)
+        dense_mlstm.rewrite(gm, own)
         with contextlib.ExitStack() as scope:
             scope.enter_context(compat.scans_allowed(gm))
             scope.enter_context(compat.deterministic_lowerings(own.deterministic))

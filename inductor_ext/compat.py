@@ -150,7 +150,7 @@ def relax_front_end_checks(backend: Callable[..., Any]) -> None:
 
 
 def relax_captured_scans(backend: Callable[..., Any]) -> None:
-    """Lift associative_scan's refusal of captured tensors under autograd while Dynamo traces for ``backend``, and only then.
+    """Lift associative_scan's refusal of captured tensors and sizes under autograd while Dynamo traces for ``backend``.
 
     The op's autograd stands in the way already when Dynamo runs it on fake tensors; what AOTAutograd differentiates later is
     what the backend makes of the node. There the refusal is in force, so no gradient can get lost.
@@ -161,8 +161,7 @@ def relax_captured_scans(backend: Callable[..., Any]) -> None:
         return
 
     def relaxed(combine_fn: Any, xs: Any, additional_inputs: Any) -> Any:
-        captures = any(isinstance(x, torch.Tensor) for x in additional_inputs)
-        if not captures or not isinstance(xs[0], FakeTensor) or _compiling_backend() is not backend:
+        if not additional_inputs or not isinstance(xs[0], FakeTensor) or _compiling_backend() is not backend:
             return original(combine_fn, xs, additional_inputs)
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*xs, *additional_inputs)]
         ys = original(combine_fn, detached[: len(xs)], tuple(detached[len(xs) :]))
@@ -317,6 +316,11 @@ def _by_pointer(node: Any) -> Any:
 def require_contiguous(node: Any) -> Any:
     """``node`` in a contiguous buffer."""
     return ir.ExternKernel.require_contiguous(node)
+
+
+def in_order_of(node: Any, strides: Sequence[Any]) -> Any:
+    """``node`` with its dims in the memory order of ``strides``, without a copy where its layout is still open."""
+    return ir.ExternKernel.require_stride_order(node, ir.get_stride_order(strides, V.graph.sizevars.shape_env))
 
 
 def input_buffer(name: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -5,12 +5,14 @@ stub answers. Usable by every lowering: compile under ``triton_on_cpu()`` and ca
 """
 
 import contextlib
+import dataclasses
 import math
 from unittest import mock
 
 import numpy as np
 import torch
 from torch._inductor import config
+from torch._inductor.runtime.hints import HeuristicType
 
 from inductor_ext import compat
 
@@ -89,6 +91,20 @@ def _descriptor_reduce(self, kind, descriptor, value, indices):
     self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
 
 
+def _in_large_blocks(init):
+    """A program costs the interpreter the same whatever its size: give Inductor's own kernels few large ones."""
+
+    def call(self, fn, triton_meta, configs, *rest, **named):
+        meta, kind = named.get("inductor_meta") or {}, named.get("heuristic_type")
+        if kind is not HeuristicType.TEMPLATE and not meta.get("no_x_dim"):
+            for tile in configs:
+                least = 1024 if kind is HeuristicType.POINTWISE and "YBLOCK" not in tile.kwargs else 64
+                tile.kwargs["XBLOCK"] = max(tile.kwargs.get("XBLOCK", 1), least)
+        init(self, fn, triton_meta, configs, *rest, **named)
+
+    return call
+
+
 @contextlib.contextmanager
 def triton_on_cpu(tma=False, **patches):
     """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs.
@@ -96,7 +112,7 @@ def triton_on_cpu(tma=False, **patches):
     ``tma``: emit the form for GPUs that move tiles by TMA.
     """
     import triton
-    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -110,6 +126,11 @@ def triton_on_cpu(tma=False, **patches):
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", convert))
         reduce = mock.patch.object(InterpreterBuilder, "create_descriptor_reduce", _descriptor_reduce, create=True)
         stack.enter_context(reduce)
+        # Overflow checks double the cost of every addition, and indices here are far from 2**31.
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
+        init = _in_large_blocks(triton_heuristics.CachingAutotuner.__init__)
+        stack.enter_context(mock.patch.object(triton_heuristics.CachingAutotuner, "__init__", init))
         stack.enter_context(mock.patch.object(compat, "has_tma", lambda device: tma))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield

@@ -1,4 +1,4 @@
-"""Is a combine_fn a gated recurrence?"""
+"""What a combine_fn reads, and whether it is a gated recurrence."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from torch.fx import GraphModule, Node
 from .terms import op
 
 
+def reads(combine: Any, first: int, count: int) -> list[bool]:
+    """Whether each of ``count`` operands from ``first`` on is read; sizes that a graph was handed in vain are not."""
+    if not isinstance(combine, GraphModule):
+        return [True] * count
+    return [bool(x.users) for x in combine.graph.find_nodes(op="placeholder")[first : first + count]]
+
+
 def gated(combine: Any) -> tuple[int, int] | None:
     """The leaves (a, x) of ``(a1 a2, x1 a2 + x2)``, in whatever order, as the operands; None for anything else."""
     if not isinstance(combine, GraphModule):
         return None
     inputs = combine.graph.find_nodes(op="placeholder")
     (results,) = combine.graph.find_nodes(op="output")[0].args
-    if len(inputs) != 4 or not isinstance(results, (list, tuple)) or len(results) != 2:
+    inputs, others = inputs[:4], inputs[4:]
+    if len(inputs) != 4 or any(x.users for x in others) or not isinstance(results, (list, tuple)) or len(results) != 2:
         return None
     for gate, state in ((0, 1), (1, 0)):
         a1, x1, a2, x2 = inputs[gate], inputs[state], inputs[2 + gate], inputs[2 + state]

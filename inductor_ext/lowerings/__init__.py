@@ -13,7 +13,16 @@ import torch
 
 from .. import compat
 from ..options import Options
-from . import flex_attention, flex_attention_backward, gather_sum, linear_scan, mlstm, place_rows, segment_sum
+from . import (
+    associative_scan,
+    flex_attention,
+    flex_attention_backward,
+    gather_sum,
+    linear_scan,
+    mlstm,
+    place_rows,
+    segment_sum,
+)
 from .templates import TEMPLATE_DIR
 
 __all__ = ["TEMPLATE_DIR", "table"]
@@ -22,6 +31,7 @@ __all__ = ["TEMPLATE_DIR", "table"]
 def table(own: Options) -> dict[Any, Callable[..., Any]]:
     """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``own`` enables them."""
     entries = {
+        "scans": (compat.associative_scan_hop, associative_scan.lower),
         "flex_attention": (compat.flex_attention_hop, flex_attention.lower),
         "flex_attention_backward": (compat.flex_attention_backward_hop, flex_attention_backward.lower),
     }

@@ -1,6 +1,7 @@
 """The two parts of mLSTM that are quadratic in the length (ops/mlstm.py has the formulas), eager: in blocks of rows.
 
-Compiled for a GPU they are the kernels of ``templates/mlstm_forward.py.jinja`` and ``templates/mlstm_backward.py.jinja``.
+Compiled they are the kernels of ``templates/mlstm_forward.py.jinja`` and ``templates/mlstm_backward.py.jinja`` on a GPU, and
+loops over tiles of these same functions on a CPU (``rewrites/dense_mlstm.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +26,49 @@ def rows_like(query: Tensor, width: int) -> Tensor:
     return query.new_empty((batch, heads, length, width))
 
 
-def _weights(log_weight: Tensor, log_row: Tensor, rows: slice, scale: float, kind: torch.dtype) -> Tensor:
-    """``scale exp(g_s - log_row_t)`` for a block of rows t, 0 where s > t."""
-    exponents = log_weight[..., None, : rows.stop] - log_row[..., rows, None]
-    causal = torch.ones(exponents.shape[-2:], dtype=torch.bool, device=exponents.device).tril(rows.start)
-    return torch.where(causal, scale * torch.exp(exponents.to(kind)), 0)
+def weights_of(log_weight: Tensor, log_row: Tensor, visible: Tensor, scale: float, kind: torch.dtype) -> Tensor:
+    """``scale exp(g_s - log_row_t)`` of a tile [B, N, rows, columns], 0 where it is not visible ([rows, columns])."""
+    exponents = log_weight[..., None, :] - log_row[..., None]
+    return torch.where(visible, scale * torch.exp(exponents.to(kind)), 0)
+
+
+def normalised_rows(
+    hidden: Tensor,
+    row_sum: Tensor,
+    floor: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: bool,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, the normalised h and rstd of rows whose ``sum_s C v`` [B, N, rows, Dv] and ``sum_s C`` [B, N, rows] are given."""
+    hidden = hidden / (torch.maximum(row_sum.abs(), floor) + eps)[..., None]
+    rstd = torch.ones_like(row_sum)
+    if norm:
+        centred = hidden - hidden.mean(-1, keepdim=True)
+        rstd = torch.rsqrt((centred * centred).mean(-1) + norm_eps)
+        hidden = centred * rstd[..., None]
+    out = hidden
+    if norm_weight is not None:
+        out = out * (1 + norm_weight.to(hidden.dtype)[:, None])
+    if norm_bias is not None:
+        out = out + norm_bias.to(hidden.dtype)[:, None]
+    return out, hidden, rstd
+
+
+def tile_gradients(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, weights: Tensor, term: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a tile adds to the gradients of query, key and value, and the tile of the gradient of log C."""
+    scores = query @ key.mT
+    grad_scores = weights * (grad @ value.mT + term[..., None])
+    return grad_scores @ key, grad_scores.mT @ query, (weights * scores).mT @ grad, scores * grad_scores
+
+
+def _visible(rows: slice, device: torch.device) -> Tensor:
+    """Which of the columns up to the last row each of the rows sees."""
+    return torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=device).tril(rows.start)
 
 
 def _blocks(length: int) -> list[slice]:
@@ -62,24 +101,19 @@ def mlstm_tiles(
     out, row_sum = rows_like(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=kind)
     affine = norm_weight is not None or norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
-    rstd = torch.ones_like(row_sum)
+    rstd = torch.empty_like(row_sum)
     for rows in _blocks(query.shape[2]):
-        scores = query[:, :, rows].to(kind) @ key[:, :, : rows.stop].to(kind).mT
-        combined = scores * _weights(log_weight, log_max, rows, scale, kind)
+        until = slice(0, rows.stop)
+        q, k, v = (x.to(kind) for x in (query[:, :, rows], key[:, :, until], value[:, :, until]))
+        visible = _visible(rows, query.device)
+        combined = (q @ k.mT) * weights_of(log_weight[..., until], log_max[..., rows], visible, scale, kind)
         row_sum[:, :, rows] = combined.sum(-1)
-        normaliser = torch.maximum(row_sum[:, :, rows].abs(), floor[:, :, rows]) + eps
-        hidden = combined @ value[:, :, : rows.stop].to(kind) / normaliser[..., None]
-        if norm:
-            centred = hidden - hidden.mean(-1, keepdim=True)
-            rstd[:, :, rows] = torch.rsqrt((centred * centred).mean(-1) + norm_eps)
-            hidden = centred * rstd[:, :, rows, None]
+        finished, plain, rstd[:, :, rows] = normalised_rows(
+            combined @ v, row_sum[:, :, rows], floor[:, :, rows], norm_weight, norm_bias, norm, eps, norm_eps
+        )
+        out[:, :, rows] = finished.to(out.dtype)
         if affine:
-            normalised[:, :, rows] = hidden.to(out.dtype)
-        if norm_weight is not None:
-            hidden = hidden * (1 + norm_weight.to(kind)[:, None])
-        if norm_bias is not None:
-            hidden = hidden + norm_bias.to(kind)[:, None]
-        out[:, :, rows] = hidden.to(out.dtype)
+            normalised[:, :, rows] = plain.to(out.dtype)
     return out, normalised, row_sum, rstd
 
 
@@ -135,14 +169,13 @@ def mlstm_tiles_backward(
     for rows in _blocks(length):
         until = slice(0, rows.stop)
         q, e, k, v = (x.to(kind) for x in (query[:, :, rows], grad[:, :, rows], key[:, :, until], value[:, :, until]))
-        scores = q @ k.mT
-        weights = _weights(log_weight, log_row, rows, scale, kind)
-        grad_scores = weights * (e @ v.mT + term[:, :, rows, None])
-        grads[0][:, :, rows] = grad_scores @ k
-        grads[1][:, :, until] += grad_scores.mT @ q
-        grads[2][:, :, until] += (weights * scores).mT @ e
-        of_rows[:, :, rows] = (scores * grad_scores).sum(-1)
-        of_columns[:, :, until] += (scores * grad_scores).sum(-2)
+        weights = weights_of(log_weight[..., until], log_row[..., rows], _visible(rows, query.device), scale, kind)
+        of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term[:, :, rows])
+        grads[0][:, :, rows] = of_query
+        grads[1][:, :, until] += of_key
+        grads[2][:, :, until] += of_value
+        of_rows[:, :, rows] = of_log.sum(-1)
+        of_columns[:, :, until] += of_log.sum(-2)
     if has_max_term:
         of_columns.scatter_add_(-1, place.long(), through_max)
     widths = (query.shape[-1], query.shape[-1], value.shape[-1])

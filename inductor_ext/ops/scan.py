@@ -7,7 +7,8 @@ With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, 
 
 a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
 that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
-scanned apart.
+scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
+never concatenated.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.recurrences import gated
-from ..compat import associative_scan_hop
+from ..analysis.recurrences import gated, reads
+from .associative import associative, backwards, first_of_all, padded
 from .linear_scan import scanned, suits
 
+#: An entry of the Jacobian that is one by structure.
+_ONE = 1
 #: ∂c_i/∂y_j by (i, j), only where it is not zero by structure.
-_Jacobian = dict[tuple[int, int], Tensor]
+_Jacobian = dict[tuple[int, int], Tensor | int]
 
 
 class _Scan(torch.autograd.Function):
     """combine takes k leaves of the sum so far and k of the next element; xs are k tensors [T, ...] of one shape."""
 
     @staticmethod
-    def forward(ctx: Any, combine: Callable[..., Any], additional: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = _scanned_forward(combine, additional, xs)
-        ctx.combine = lambda *operands: combine(*operands, *additional)
+    def forward(
+        ctx: Any, combine: Callable[..., Any], recurrence: tuple[int, int] | None, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ys = _scanned_forward(combine, recurrence, xs)
+        ctx.combine = combine
         ctx.save_for_backward(*xs, *ys)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
@@ -45,11 +50,12 @@ class _Scan(torch.autograd.Function):
         return None, None, *scan_gradients(ctx.combine, xs, ys, grads)
 
 
-def _scanned_forward(combine: Callable[..., Any], additional: Sequence[Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    leaves = gated(combine)
-    if leaves is None or not all(suits(x) for x in xs):
-        return tuple(associative_scan_hop(combine, list(xs), tuple(additional)))
-    gate, state = leaves
+def _scanned_forward(
+    combine: Callable[..., Any], recurrence: tuple[int, int] | None, xs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    if recurrence is None or not all(suits(x) for x in xs):
+        return associative(combine, xs)
+    gate, state = recurrence
     ys = {gate: xs[gate].cumprod(0), state: scanned(xs[gate][1:], xs[state], False, xs[state].dtype)}
     return ys[0], ys[1]
 
@@ -57,13 +63,18 @@ def _scanned_forward(combine: Callable[..., Any], additional: Sequence[Any], xs:
 def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
     """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, all of one shape.
 
-    additional: what ``combine`` takes besides, Python numbers or tensors that broadcast to [...] (which have a gradient).
-    Tensors are scanned along as leaves of which every element is the same, because Inductor has no place for them.
+    additional: what ``combine`` takes besides: numbers, sizes, or tensors that broadcast to [...] (which have a gradient).
+    Tensors, and sizes that combine reads, are scanned along as leaves of which every element is the same, because Inductor
+    has no place for them.
     """
+    device, shape, count = xs[0].device, xs[0].shape, len(xs)
+    additional = [
+        torch.full((), x, dtype=torch.int64, device=device) if isinstance(x, torch.SymInt) and read else x
+        for x, read in zip(additional, reads(combine, 2 * count, len(additional)), strict=True)
+    ]
     captured = [x for x in additional if isinstance(x, Tensor)]
     if not captured:
-        return _Scan.apply(combine, tuple(additional), *xs)
-    count, shape = len(xs), xs[0].shape
+        return _Scan.apply(lambda *flat: combine(*flat, *additional), gated(combine), *xs)
     numbers = [None if isinstance(x, Tensor) else x for x in additional]
 
     def with_captured(*flat: Tensor) -> list[Tensor]:
@@ -75,7 +86,7 @@ def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence
         return [*results, *(x.clone() for x in now[count:])]
 
     constant = [x.expand(shape[1:]).expand(shape) for x in captured]
-    return _Scan.apply(with_captured, (), *xs, *constant)[:count]
+    return _Scan.apply(with_captured, None, *xs, *constant)[:count]
 
 
 def scan_gradients(
@@ -107,9 +118,11 @@ def scan_gradients(
             # dc/dx is 1, as for what is only added: no need to put the first element before the others.
             result[i] = adjoint[i].to(xs[i].dtype)
             continue
-        first = adjoint[i][:1].to(xs[i].dtype) if i in adjoint else torch.zeros_like(xs[i][:1])
-        if rest is not None or i in adjoint:
-            result[i] = torch.cat([first, rest if rest is not None else torch.zeros_like(xs[i][1:])])
+        if rest is not None:
+            result[i] = padded(rest, 1, 0)
+        if i in adjoint:
+            later = torch.zeros_like(xs[i]) if rest is None else result[i]
+            result[i] = torch.where(first_of_all(xs[i]), adjoint[i].to(xs[i].dtype), later)
     return result
 
 
@@ -122,8 +135,22 @@ def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Seque
         # Not ones_like: Inductor's joint passes take the products with a filled tensor away, and with that a kernel.
         ones = torch.ones(after[i].shape, dtype=after[i].dtype, device=after[i].device)
         columns = torch.autograd.grad(after[i], [before[j] for j in floating], ones, retain_graph=True, allow_unused=True)
-        found.update({(i, j): c.detach() for j, c in zip(floating, columns, strict=True) if c is not None})
+        for j, column in zip(floating, columns, strict=True):
+            if column is not None:
+                # autograd hands the very tensor through what only adds.
+                found[i, j] = _ONE if column is ones else column.detach()
     return found
+
+
+def _column(entry: Tensor | int | None, like: Tensor) -> Tensor:
+    """An entry of the Jacobian [T - 1, ...] (or one, or zero) as a tensor of the shape of ``like[1:]``."""
+    if isinstance(entry, Tensor):
+        return entry.expand(like[1:].shape)
+    return torch.full_like(like[1:], 0 if entry is None else 1)
+
+
+def _sum(b1: Tensor, b2: Tensor) -> tuple[Tensor]:
+    return (b1 + b2,)
 
 
 def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -137,22 +164,19 @@ def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, T
         wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
         if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
             (i,) = group
-            column = jacobian[i, i]
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
-            found[i] = scanned(column.expand(given[1:].shape), given, True, wide[i])
+            found[i] = scanned(_column(jacobian[i, i], some), given, True, wide[i])
             continue
-        b = [(torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i]).flip(0) for i in group]
+        b = [backwards((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
         places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
-        coefficients = []
-        for j, i in places:
-            column = jacobian.get((i, j))
-            rest = torch.zeros_like(some[1:]) if column is None else column
+        if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
+            b = list(associative(_sum, b))
+        elif places:
             # The last element has none after it.
-            coefficients.append(torch.cat([torch.zeros_like(rest[:1]), rest.flip(0)]).to(wide[i]))
-        if places:
-            results = associative_scan_hop(_linear(places, group), [*coefficients, *b], ())
-            b = list(results[len(places) :])
-        found.update({i: total.flip(0) for i, total in zip(group, b, strict=True)})
+            columns = [_column(jacobian.get((i, j)), some) for j, i in places]
+            coefficients = [backwards(padded(x, 0, 1)).to(wide[i]) for x, (_, i) in zip(columns, places, strict=True)]
+            b = list(associative(_linear(places, group), [*coefficients, *b])[len(places) :])
+        found.update({i: backwards(total) for i, total in zip(group, b, strict=True)})
     return found
 
 

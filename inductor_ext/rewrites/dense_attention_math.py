@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .dense_attention_loops import KeySegments, QueryBlocks, scan
 from .dense_attention_tiles import JointFunction, over_grid
+from .dense_loops import KeySegments, QueryBlocks, scan
 
 aten = torch.ops.aten
 

@@ -1,6 +1,5 @@
 """Training models whose dtypes leave casts behind: no round trip survives in any graph, and nothing is less exact."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,29 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_ext import compat
+from tests.eager_graphs import eager_graphs
 from tests.flex.case import relative_error
 from tests.rewrites.test_casts import round_trips
 
 from .models import WIDTH, Block, MasterWeights, Upcasting, cast_after_construction
 
 BF16 = torch.bfloat16
-
-
-@contextlib.contextmanager
-def final_graphs():
-    """The forward and backward graphs as Inductor gets them, after partitioning and stock's own passes."""
-    graphs = []
-    inner = compat.compile_fx_inner
-
-    def record(gm, *args, **kwargs):
-        copy = torch.fx.Graph()
-        copy.output(copy.graph_copy(gm.graph, {}))
-        graphs.append(copy)
-        return inner(gm, *args, **kwargs)
-
-    with mock.patch.object(compat, "compile_fx_inner", record), compat.without_caches():
-        yield graphs
 
 
 def autocast(module):
@@ -63,9 +46,9 @@ def gradients(module, run, inputs):
 @pytest.mark.parametrize("name", MODELS)
 def test_no_round_trip_survives(name):
     module, wrap, inputs = MODELS[name]()
-    with final_graphs() as graphs:
+    with eager_graphs() as graphs:
         got = gradients(module, torch.compile(wrap(module), backend="gradfuse", fullgraph=True), inputs)
-    assert len(graphs) == 2 and not any(map(round_trips, graphs))
+    assert len(graphs) == 2 and not any(round_trips(gm.graph) for gm in graphs)
     eager = gradients(module, wrap(module), inputs)
     exact_module = MODELS[name]()[0].double()
     exact_module.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
@@ -81,9 +64,9 @@ def test_no_round_trip_survives(name):
 def test_nothing_is_saved_in_two_dtypes(name):
     """A tensor and its widening are not both kept for the backward."""
     module, wrap, inputs = MODELS[name]()
-    with final_graphs() as (graphs):
+    with eager_graphs() as graphs:
         gradients(module, torch.compile(wrap(module), backend="gradfuse", fullgraph=True), inputs)
-    forward = graphs[0]
+    forward = graphs[0].graph
     saved = set(forward.find_nodes(op="output")[0].all_input_nodes)
     casts = [n for n in forward.nodes if n.target is torch.ops.prims.convert_element_type.default]
     both = [n for n in casts if n in saved and n.args[0] in saved and n.args[0].op != "placeholder"]
@@ -94,12 +77,12 @@ class TestTheExampleOfPytorchXla3718:
     """A linear layer of weight [66, 44] on an input [22, 44], made bf16 in every way there is."""
 
     def casts(self, module, wrap=lambda m: m, dtype=BF16):
-        with final_graphs() as graphs:
+        with eager_graphs() as graphs:
             out = torch.compile(wrap(module), backend="gradfuse", fullgraph=True)(torch.randn(22, 44).to(dtype))
             out.float().sum().backward()
         assert len(graphs) == 2
-        assert not any(map(round_trips, graphs))
-        nodes = [n for graph in graphs for n in graph.nodes]
+        assert not any(round_trips(gm.graph) for gm in graphs)
+        nodes = [n for gm in graphs for n in gm.graph.nodes]
         return [n for n in nodes if n.target is torch.ops.prims.convert_element_type.default]
 
     @pytest.mark.parametrize("bias", [True, False])
@@ -127,7 +110,7 @@ DISTRIBUTED = """
 import sys, torch, torch.distributed as dist
 import inductor_ext
 from torch import nn
-from tests.casts.test_models import final_graphs
+from tests.eager_graphs import eager_graphs
 from tests.casts.models import Block, WIDTH
 from tests.rewrites.test_casts import round_trips
 
@@ -150,7 +133,7 @@ else:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-with final_graphs() as graphs:
+with eager_graphs() as graphs:
     compiled = torch.compile(model, backend="gradfuse")
     losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,7 +147,7 @@ with final_graphs() as graphs:
         losses.append(float(loss))
 assert losses[-1] < losses[0], losses
 assert len(graphs) >= 2, len(graphs)
-print("round trips:", sum(len(round_trips(g)) for g in graphs))
+print("round trips:", sum(len(round_trips(gm.graph)) for gm in graphs))
 dist.destroy_process_group()
 """
 

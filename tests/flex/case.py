@@ -44,7 +44,7 @@ class Case:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     mask: Callable[..., Tensor] | None = None
     batch: int = 2
-    heads: int = 4
+    heads: int = 2
     kv_heads: int | None = None
     kv_batch: int | None = None
     length: int = 80

@@ -29,13 +29,12 @@ def _bucket(d: Tensor) -> Tensor:
     return torch.where(d > 0, 8, 0) + d.abs().clamp(max=7)
 
 
-S = 80
+#: Positions and heads of a case that says nothing else.
+S, H = 80, Case.heads
 IDENTITY = ({}, lambda t: lambda s, b, h, q, k: s, lambda t: lambda s, b, h, q, k: s)
-RELPOS = (
-    {"t": (4, 2 * S)},
-    lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S],
-    lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S],
-)
+_relative = lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S]  # noqa: E731
+RELPOS = ({"t": (H, 2 * S)}, _relative, _relative)
+RELPOS_OF_FOUR_HEADS = ({"t": (4, 2 * S)}, _relative, _relative)
 
 #: Shapes, dtypes, layouts and masks.
 FEATURES = [
@@ -45,13 +44,13 @@ FEATURES = [
     Case("odd_length", *RELPOS, length=77),
     Case("longer_keys", *RELPOS, length=33, kv_length=80),
     Case("longer_queries", *RELPOS, length=80, kv_length=17),
-    Case("two_blocks", *IDENTITY, length=200, batch=1, heads=2),
-    Case("head_dim_40", *RELPOS, dim=40, heads=4),
+    Case("two_blocks", *IDENTITY, length=200, batch=1),
+    Case("head_dim_40", *RELPOS, dim=40),
     Case("head_dim_80_value_64", *RELPOS, dim=80, v_dim=64, length=40),
     Case("head_dim_128", *RELPOS, dim=128, length=40),
     Case("head_dim_256", *RELPOS, dim=256, length=40, batch=1),
-    Case("gqa", *RELPOS, kv_heads=2),
-    Case("gqa_one_kv_head", *RELPOS, kv_heads=1),
+    Case("gqa", *RELPOS_OF_FOUR_HEADS, heads=4, kv_heads=2),
+    Case("gqa_one_kv_head", *RELPOS_OF_FOUR_HEADS, heads=4, kv_heads=1),
     Case("kv_batch_1", *RELPOS, kv_batch=1, mask=_causal),
     Case("transposed", *RELPOS, layout="transposed"),
     Case("expanded", *RELPOS, layout="expanded"),
@@ -59,7 +58,7 @@ FEATURES = [
     Case("causal_small_blocks", *RELPOS, mask=_causal, block_size=32),
     Case(
         "window_reads_out_of_range",
-        {"t": (4, 24)},
+        {"t": (H, 24)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, (q - k).clamp(0, 23)],
         mask=_window,
@@ -73,100 +72,100 @@ FEATURES = [
 BIASES = [
     Case(
         "head_scale",
-        {"t": (4,)},
+        {"t": (H,)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h],
         lambda t: lambda s, b, h, q, k: s * t["t"][h],
     ),
     Case(
         "head_bias",
-        {"t": (4,)},
+        {"t": (H,)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h],
         lambda t: lambda s, b, h, q, k: s + t["t"][h],
         zero=("t",),
     ),
     Case(
         "key_bias",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
     ),
     Case(
         "query_scale",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q],
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q],
     ),
     Case(
         "negative_index",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, -1 - k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, -1 - k],
     ),
     Case(
         "buckets",
-        {"t": (16, 4)},
+        {"t": (16, H)},
         lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k - q), h],
         lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k - q), h],
     ),
     Case(
         "antidiagonal",
-        {"t": (4, 2 * S)},
+        {"t": (H, 2 * S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q + k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q + k],
     ),
     Case(
         "diagonals_merged",
-        {"t": (2, 2 * S), "u": (2 * S,), "w": (4,)},
+        {"t": (2, 2 * S), "u": (2 * S,), "w": (H,)},
         lambda t: lambda s, b, h, q, k: s + t["t"][b, q - k + S] + t["u"][k - q + S].tanh() - t["w"][h] * t["u"][q - k + S],
         lambda t: lambda s, b, h, q, k: s + t["t"][b, q - k + S] + t["u"][k - q + S].tanh() - t["w"][h] * t["u"][q - k + S],
     ),
     Case(
         "row_and_column_gates",
-        {"t": (4, S), "u": (2, S), "w": (S,)},
+        {"t": (H, S), "u": (2, S), "w": (S,)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q].sigmoid() * t["w"][k // 2].exp() + t["u"][b, k] + t["w"][k],
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q].sigmoid() * t["w"][k // 2].exp() + t["u"][b, k] + t["w"][k],
     ),
     Case(
         "pair",
-        {"t": (4, S, S)},
+        {"t": (H, S, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q, k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q, k],
     ),
     Case(
         "pair_batch",
-        {"t": (2, 4, S, S)},
+        {"t": (2, H, S, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
         lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
         mask=_causal,
     ),
     Case(
         "alibi",
-        {"t": (4,)},
+        {"t": (H,)},
         lambda t: lambda s, b, h, q, k: s - torch.exp(t["t"][h]) * (q - k).abs(),
         lambda t: lambda s, b, h, q, k: s - torch.exp(t["t"][h]) * (q - k).abs(),
     ),
     Case(
         "softcap",
-        {"t": (4,)},
+        {"t": (H,)},
         lambda t: lambda s, b, h, q, k: 5 * torch.tanh(s * t["t"][h] / 5),
         lambda t: lambda s, b, h, q, k: 5 * torch.tanh(s * t["t"][h] / 5),
     ),
     Case(
         "swin",
-        {"t": (4, 17, 19)},
+        {"t": (H, 17, 19)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
     ),
     Case(
         # Inductor pads strides above 1024 elements of buffers whose layout it may choose; an accumulator's is fixed.
         "odd_strides_above_1024",
-        {"t": (4, 41, 41)},
+        {"t": (H, 41, 41)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 2, k // 2],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 2, k // 2],
     ),
     Case(
         "value_out_of_bounds_is_not_written",
-        {"t": (4, 8)},
+        {"t": (H, 8)},
         lambda t: lambda s, b, h, q, k: s + torch.where(k < 8, t["t"][h, torch.where(k < 8, k, 7)], 0.0),
         lambda t: lambda s, b, h, q, k: s + torch.where(k < 8, t["t"][h, torch.where(k < 8, k, 7)], 0.0),
     ),
@@ -182,7 +181,7 @@ def _document(t: dict[str, Tensor]) -> Callable[..., Tensor]:
 REFUSED = [
     Case(
         "twice",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q] + t["t"][h, k],
         lambda t: lambda s, b, h, q, k: s * t["t"][h, q] + t["t"][h, k],
     ),
@@ -200,7 +199,7 @@ REFUSED = [
     ),
     Case(
         "zero_dim_and_bias",
-        {"t": (), "u": (4, S)},
+        {"t": (), "u": (H, S)},
         lambda t: lambda s, b, h, q, k: s / (1 + t["t"] * t["t"]) + u(t)[h, k],
         lambda t: lambda s, b, h, q, k: s / (1 + t["t"] * t["t"]) + u(t)[h, k],
     ),
@@ -212,7 +211,7 @@ REFUSED = [
     ),
     Case(
         "nested_four_deep",
-        {"t": (2, 4, S, S)},
+        {"t": (2, H, S, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][b][h][q][k],
         lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
     ),
@@ -224,33 +223,33 @@ REFUSED = [
     ),
     Case(
         "constant_and_variable_index",
-        {"t": (4, 3)},
+        {"t": (H, 3)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h, 2],
         lambda t: lambda s, b, h, q, k: s * t["t"][h, 2],
     ),
     Case(
         "only_the_captured_tensor_needs_grad",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, k],
         inputs_need_grad=False,
     ),
     Case(
         "output_without_score",
-        {"t": (4, S, S)},
+        {"t": (H, S, S)},
         lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
         lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
     ),
     Case(
         "output_needs_no_grad",
-        {"t": (4, S, S)},
+        {"t": (H, S, S)},
         lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
         lambda t: lambda s, b, h, q, k: t["t"][h, q, k],
         frozen=("t",),
     ),
     Case(
         "several_dtypes",
-        {"t": (4, S), "u": (4, 2 * S), "f": (4,), "g": (S,)},
+        {"t": (H, S), "u": (H, 2 * S), "f": (H,), "g": (S,)},
         lambda t: lambda s, b, h, q, k: s * t["f"][h] + t["t"][h, k] + t["u"][h, q - k + S] + t["g"][k],
         lambda t: lambda s, b, h, q, k: s * t["f"][h] + t["t"][h, k] + t["u"][h, q - k + S] + t["g"][k],
         frozen=("g",),
@@ -259,22 +258,22 @@ REFUSED = [
     Case(
         "expanded_view",
         {"t": (1, S)},
-        lambda t: (lambda e: lambda s, b, h, q, k: s + e[h, k])(t["t"].expand(4, S)),
+        lambda t: (lambda e: lambda s, b, h, q, k: s + e[h, k])(t["t"].expand(H, S)),
         lambda t: lambda s, b, h, q, k: s + t["t"][0, k],
     ),
     Case(
         "never_used",
-        {"t": (4,), "u": (4, S)},
+        {"t": (H,), "u": (H, S)},
         lambda t: lambda s, b, h, q, k: (t["t"][h], s + t["u"][h, k])[1],
         lambda t: lambda s, b, h, q, k: s + t["u"][h, k],
     ),
     Case(
         "whole_table_transformed",
-        {"t": (4, S)},
+        {"t": (H, S)},
         lambda t: lambda s, b, h, q, k: s + torch.nn.functional.softplus(t["t"])[h, k],
         lambda t: lambda s, b, h, q, k: s + torch.nn.functional.softplus(t["t"])[h, k],
     ),
-    Case("data_dependent_pair", {"t": (4, 3, 3)}, _document, _document),
+    Case("data_dependent_pair", {"t": (H, 3, 3)}, _document, _document),
 ]
 
 LONGEST = 1000
@@ -286,6 +285,7 @@ LONG = [
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + LONGEST],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + LONGEST],
         mask=_causal,
+        heads=4,
         kv_heads=2,
     ),
     Case(
@@ -293,6 +293,7 @@ LONG = [
         {"t": (4,), "u": (4, LONGEST)},
         lambda t: lambda s, b, h, q, k: s * t["t"][h] + t["u"][h, k],
         lambda t: lambda s, b, h, q, k: s * t["t"][h] + t["u"][h, k],
+        heads=4,
         layout="transposed",
     ),
 ]

@@ -7,10 +7,24 @@ from tests.interpreter import triton_on_cpu
 
 from .cases import BIASES, FEATURES, REFUSED
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
+    pytest.mark.kernels,
+]
 
 
-@pytest.mark.parametrize("case", FEATURES + BIASES + REFUSED, ids=lambda c: c.name)
+#: What these add to the others is decided before the kernels, and tested by test_cpu.py.
+SLOW = {"gqa_one_kv_head", "longer_queries", "head_dim_128", "negative_index", "alibi", "softcap", "nested_four_deep"}
+SLOW |= {"never_used", "whole_table_transformed", "constant_and_variable_index", "output_without_score", "expanded_view"}
+
+
+def cases(names=None, slow=()):
+    """The cases of these names (all without), those in ``slow`` marked so."""
+    chosen = [c for c in FEATURES + BIASES + REFUSED if names is None or c.name in names]
+    return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
+
+
+@pytest.mark.parametrize("case", cases(slow=SLOW))
 def test_matches_float64(case):
     with triton_on_cpu():
         case.check("cpu")
@@ -21,7 +35,9 @@ ONE_PASS = {"odd_length", "longer_keys", "head_dim_40", "gqa", "kv_batch_1", "ca
 ONE_PASS |= {"query_scale", "pair", "pair_batch", "twice", "diagonals_merged"}
 
 
-@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in ONE_PASS], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", cases(ONE_PASS, slow={"longer_keys", "head_dim_40", "kv_batch_1", "query_scale", "pair_batch", "twice"})
+)
 def test_one_pass_matches_float64(case):
     """The form of the backward kernel that half precision takes on a GPU, with atomic adds in place of TMA's."""
     with triton_on_cpu():
@@ -32,8 +48,8 @@ def test_one_pass_matches_float64(case):
 BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals_merged", "buckets", "pair", "pair_batch"}
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in BY_TMA], ids=lambda c: c.name)
+@pytest.mark.parametrize("one_pass", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", cases(BY_TMA, slow={"antidiagonal", "pair_batch", "buckets"}))
 def test_by_tma_matches_float64(case, one_pass):
     with triton_on_cpu(tma=True):
         case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
@@ -45,7 +61,23 @@ IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "windo
 IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
-@pytest.mark.parametrize("case", [c for c in FEATURES + BIASES + REFUSED if c.name in IN_ORDER], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        IN_ORDER,
+        slow={
+            "causal",
+            "gqa",
+            "query_scale",
+            "pair_batch",
+            "antidiagonal",
+            "swin",
+            "thrice",
+            "odd_strides_above_1024",
+            "window_reads_out_of_range",
+        },
+    ),
+)
 def test_deterministic_matches_float64(case):
     with triton_on_cpu():
         case.check("cpu", options={"deterministic": True})
@@ -56,7 +88,7 @@ IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["atomics", "deterministic"])
-@pytest.mark.parametrize("case", [c for c in BIASES + REFUSED if c.name in IN_THE_KERNEL], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cases(IN_THE_KERNEL, slow={"swin"}))
 def test_lookups_in_the_kernel_match_float64(case, options):
     with triton_on_cpu():
         case.check("cpu", options={"disable": ["hoisting"], **options})

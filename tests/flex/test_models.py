@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from tests.eager_graphs import eager_graphs
 from tests.interpreter import triton_on_cpu
 
 from .case import relative_error
 
 HEADS, WIDTH, LENGTH = 2, 32, 48
+#: The CPU's graphs without code generation, Triton's interpreter, a GPU.
 DEVICES = [
-    "cpu",
+    "graphs",
     pytest.param("interpreter", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -24,6 +26,9 @@ DEVICES = [
 def device(request):
     if request.param == "interpreter":
         with triton_on_cpu():
+            yield "cpu"
+    elif request.param == "graphs":
+        with eager_graphs():
             yield "cpu"
     else:
         yield request.param
@@ -98,6 +103,7 @@ def check_model(model, x, **options):
     assert max(errors.values()) < 2e-5, errors
 
 
+@pytest.mark.parametrize("device", ["cpu", *DEVICES], indirect=True)
 def test_three_layers_whose_captures_share_their_names(device):
     check_model(Stack(shared=False).to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
@@ -163,6 +169,7 @@ def test_gradient_through_the_logsumexp_alone(device):
     assert max(map(relative_error, got, torch.autograd.grad(want, exact, grad.double()))) < 1e-5
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), *DEVICES], indirect=True)
 def test_dynamic_lengths(device):
     table = torch.randn(HEADS, 256, device=device, requires_grad=True)
 

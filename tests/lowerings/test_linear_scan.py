@@ -12,7 +12,10 @@ from tests.flex.case import relative_error
 from tests.interpreter import triton_on_cpu
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
-DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [
+    pytest.param("interpreter", marks=[INTERPRETED, pytest.mark.kernels]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 def compiled(reverse, dtype, **options):

@@ -22,7 +22,10 @@ from tests.mlstm.test_compiled import emitted
 
 from .attention_kernels import ATTENTIONS, sources
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py"),
+    pytest.mark.kernels,
+]
 
 #: Run without the interpreter, which is chosen when Triton is imported.
 BUILD = textwrap.dedent(
@@ -130,8 +133,16 @@ def kernel_options(direction, config):
 SPILLS = {("relative", 90, "backward"): 224}
 
 
-@pytest.mark.parametrize("arch", STOCK)
-@pytest.mark.parametrize("name", ATTENTIONS)
+def builds(names, quick):
+    """Every name on every architecture; those that are not in ``quick`` are slow."""
+    every = [(*(name if isinstance(name, tuple) else (name,)), arch) for name in names for arch in STOCK]
+    return [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in every]
+
+
+@pytest.mark.parametrize(
+    "name, arch",
+    builds(ATTENTIONS, {("unmasked", 80), ("causal", 100), ("relative", 90), ("scaled_and_gathered", 80)}),
+)
 def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     stock_forward, stock_backward = STOCK[arch]
     score_mod, mask_mod, one_pass = name not in ("unmasked", "causal"), name == "causal", arch >= 90
@@ -166,9 +177,15 @@ MLSTM_SPILLS = {
 }
 
 
-@pytest.mark.parametrize("arch", STOCK)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    "width, dtype", [(w, torch.bfloat16) for w in (64, 128, 256, 512)] + [(w, torch.float32) for w in (64, 256)]
+    "width, dtype, arch",
+    builds(
+        [(w, BF16) for w in (64, 128, 256, 512)] + [(w, FP32) for w in (64, 256)],
+        {(64, BF16, 80), (128, BF16, 90), (256, BF16, 90), (512, BF16, 100), (64, FP32, 100)},
+    ),
 )
 def test_mlstm_builds_without_spills(width, dtype, arch, tmp_path):
     with mock.patch.object(compat, "architecture", lambda device: arch):

@@ -13,7 +13,10 @@ from tests.flex.case import relative_error
 from tests.interpreter import triton_on_cpu
 
 DEVICES = [
-    pytest.param("interpreter", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")),
+    pytest.param(
+        "interpreter",
+        marks=[pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels"), pytest.mark.kernels],
+    ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

@@ -1,4 +1,4 @@
-"""The op compiled: the emitted kernels by Triton's interpreter and on a GPU, and the CPU's path."""
+"""The op compiled for a GPU: the emitted kernels by Triton's interpreter and on a GPU."""
 
 import contextlib
 
@@ -14,7 +14,10 @@ from tests.interpreter import triton_on_cpu
 from .case import Case
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
-DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [
+    pytest.param("interpreter", marks=[INTERPRETED, pytest.mark.kernels]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 def compiled(case, **options):
@@ -22,9 +25,9 @@ def compiled(case, **options):
 
 
 def check(case, device, **options):
-    scope = contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu()
+    scope = contextlib.nullcontext() if device == "cuda" else triton_on_cpu()
     with scope:
-        case.check(compiled(case, **options), "cuda" if device == "cuda" else "cpu")
+        case.check(compiled(case, **options), **({"device": "cuda"} if device == "cuda" else {"draws": 4}))
 
 
 CASES = {
@@ -48,8 +51,13 @@ CASES = {
 }
 
 
+#: On the interpreter; test_cpu.py has them all.
+SLOW = {"strided", "expanded", "high_gates", "float16", "aligned"}
+marked = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked)
 def test_kernels(name, device):
     check(CASES[name], device)
 
@@ -68,21 +76,16 @@ def test_widths_and_lengths(width, dtype):
         check(case, "cuda")
 
 
-@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_lengths(device):
     case = Case(heads=1)
     run = compiled(case, dynamic=True)
-    with contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu():
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         for case.length in (97, 130, 64):
             case.check(run, "cuda" if device == "cuda" else "cpu")
 
 
-@pytest.mark.parametrize("name", ["affine", "no_norm", "bfloat16", "transposed"])
-def test_cpu(name):
-    check(CASES[name], "cpu")
-
-
-@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize("device", DEVICES)
 def test_float64_and_wide_heads_run_in_blocks(device):
     check(Case(dtype=torch.float64, length=20), device)
     check(Case(width=600, value_width=8, length=20, batch=1, heads=1), device)

@@ -5,7 +5,8 @@ from unittest import mock
 
 import torch
 
-from inductor_ext import backend, compat
+from inductor_ext import backend
+from tests.eager_graphs import eager_graphs
 
 
 def rewritten(function, *inputs, options=None):
@@ -14,7 +15,7 @@ def rewritten(function, *inputs, options=None):
 
 
 def rewritten_graph(function, *inputs, options=None):
-    """A copy of that graph."""
+    """A copy of that graph (those of its higher-order ops come before it)."""
     graphs = []
     ours = backend._OnJointGraph.__call__
 
@@ -25,9 +26,9 @@ def rewritten_graph(function, *inputs, options=None):
         graphs.append(copy)
 
     torch._dynamo.reset()
-    with mock.patch.object(backend._OnJointGraph, "__call__", then_read), compat.without_caches():
+    with mock.patch.object(backend._OnJointGraph, "__call__", then_read), eager_graphs():
         torch.compile(function, backend="gradfuse", fullgraph=True, options=options)(*inputs)
-    return graphs[0]
+    return graphs[-1]
 
 
 def text(graph):

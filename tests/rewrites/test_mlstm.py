@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from inductor_ext import compat
 from inductor_ext.analysis.terms import terms
 from inductor_ext.report import STOCK, collect
 from inductor_ext.rewrites import mlstm
 from tests import snapshots
+from tests.eager_graphs import eager_graphs
 from tests.flex.case import relative_error
 from tests.mlstm import plain_forms
 from tests.mlstm.plain_forms import NEAR_MISSES, PLAIN
@@ -39,7 +39,7 @@ def operands(dtype=torch.float32):
 
 
 def decisions(form, inputs, **options):
-    with compat.without_caches(), collect() as report:
+    with eager_graphs(), collect() as report:
         y = torch.compile(form, backend="gradfuse", fullgraph=True, **options)(*inputs)
         grad = torch.randn_like(y)
         got = [y, *torch.autograd.grad(y, inputs, grad)]
@@ -77,7 +77,7 @@ def test_a_returned_matrix_keeps_the_plain_form():
         out = plain_forms._with(normaliser=normaliser)(query, key, value, input_gate, forget_gate, weight)
         return out, kept["combined"]
 
-    with compat.without_caches(), collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(form, backend="gradfuse", fullgraph=True)(*operands())
     (found,) = (d for d in report.decisions if d.pass_name == "mlstm_pattern")
     assert found.path == STOCK and "also used by output" in found.why
@@ -92,7 +92,7 @@ def test_in_place_ops_beside_it_stay():
         return PLAIN["broadcast"](*rest)
 
     counter = torch.zeros(())
-    with compat.without_caches(), collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(form, backend="gradfuse", fullgraph=True)(counter, *inputs)
     assert counter == 1
     assert [d.path for d in report.decisions if d.pass_name == "mlstm_pattern"] == ["gradfuse::mlstm"]
@@ -136,7 +136,7 @@ def test_autocast_is_left_alone():
         with torch.autocast("cpu", torch.bfloat16):
             return PLAIN["broadcast"](*inputs)
 
-    with compat.without_caches(), collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(form, backend="gradfuse", fullgraph=True)(*operands())
     assert [d.path for d in report.decisions if d.pass_name == "mlstm_pattern"] == [STOCK]
 
@@ -147,7 +147,7 @@ def test_softmax_attention_is_not_mentioned():
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
         return (weights / weights.sum(-1, keepdim=True)) @ value
 
-    with compat.without_caches(), collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(attention, backend="gradfuse", fullgraph=True)(*operands())
     assert not [d for d in report.decisions if d.pass_name == "mlstm_pattern"]
 

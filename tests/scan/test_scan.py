@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._higher_order_ops.associative_scan import associative_scan
 
 from inductor_ext.ops.scan import scan
 from tests.flex.case import relative_error
 
 # The package shows the op under the module's name.
+associative_module = importlib.import_module("inductor_ext.ops.associative")
 linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
 scan_module = importlib.import_module("inductor_ext.ops.scan")
 linear_scan = linear_scan_module.linear_scan
@@ -140,14 +140,42 @@ def test_against_a_loop(combine, length):
     for used in (everything, everything[-1:], everything[:1]):
         if not any(ys[i].is_floating_point() for i in used):
             continue
-        got, exact = gradients(ys_again(combine, xs), xs, used), gradients(loop(combine, xs), xs, used)
+        got, exact = gradients(scan(combine, xs), xs, used), gradients(loop(combine, xs), xs, used)
         for g, e in zip(got, exact, strict=True):
             zero = torch.zeros_like(xs[0], dtype=torch.float64)
             torch.testing.assert_close(zero if g is None else g, zero if e is None else e)
 
 
-def ys_again(combine, xs):
-    return scan(combine, xs)
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Every scan of more than one leaf in two levels, and in three from 16 elements on."""
+    monkeypatch.setattr(associative_module, "CHUNK", 4)
+    monkeypatch.setattr(associative_module, "FEWEST_CHUNKS", 1)
+    monkeypatch.setattr(associative_module, "uses_triton_on_cpu", lambda: True)
+
+
+@pytest.mark.parametrize("length", [4, 7, 37])
+@pytest.mark.parametrize("combine", [c for c, kinds in COMBINES.items() if len(kinds) > 1], ids=lambda f: f.__name__)
+def test_in_two_levels(combine, length, small_chunks):
+    xs = leaves(COMBINES[combine], length)
+    with mock.patch.object(associative_module, "associative_scan_hop", wraps=associative_module.associative_scan_hop) as hop:
+        ys = scan(combine, xs)
+    assert [call.args[1][0].shape[0] for call in hop.call_args_list] == {4: [4, 1], 7: [4, 2], 37: [4, 4, 3]}[length]
+    for y, want in zip(ys, loop(combine, xs), strict=True):
+        torch.testing.assert_close(y, want)
+    everything = range(len(xs))
+    exact = gradients(loop(combine, xs), xs, everything)
+    for got, want in zip(gradients(ys, xs, everything), exact, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_few_long_rows_alone_are_cut():
+    def cut(*shape, count=2):
+        with mock.patch.object(associative_module, "uses_triton_on_cpu", lambda: True):
+            return associative_module._long_and_few([torch.empty(shape, device="meta")] * count)
+
+    assert cut(131072, 1, 16) and cut(131072)
+    assert not cut(131072, 512) and not cut(2048, 4) and not cut(131072, 16, count=1)
 
 
 def decayed(t1, y1, t2, y2, rate):
@@ -237,105 +265,13 @@ def test_leaves_that_need_no_gradient():
     torch.testing.assert_close(got, want)
 
 
-def test_only_what_meets_is_scanned():
-    """The gradient of a gated recurrence through its state alone scans one coefficient and one value, not six leaves."""
-    from unittest import mock
-
-    from inductor_ext.ops import scan as module
-
-    counts, original = [], module.associative_scan_hop
-
-    def counting(combine, xs, additional):
-        counts.append(len(xs))
-        return original(combine, xs, additional)
-
-    with mock.patch.object(module, "associative_scan_hop", counting):
-        a, x = leaves("ff", 7)
-        gradients(scan(gated, [a, x]), [a, x], (1,))
-    assert counts == [2, 2]
-
-
-@pytest.mark.gpu
-class TestCompiled:
-    def step(self, combine, xs, backend, dim=0, reverse=False, used=None):
-        def run(*leaves):
-            def pairs(left, right):
-                return tuple(combine(*left, *right))
-
-            return associative_scan(pairs, tuple(leaves), dim, reverse=reverse, combine_mode="pointwise")
-
-        torch._dynamo.reset()
-        ys = torch.compile(run, backend=backend, fullgraph=True)(*xs)
-        return ys, gradients(ys, xs, range(len(xs)) if used is None else used)
-
-    @pytest.mark.parametrize("combine", [c for c, kinds in COMBINES.items() if "i" not in kinds], ids=lambda f: f.__name__)
-    def test_against_a_loop(self, combine):
-        xs = leaves(COMBINES[combine], 97, torch.float32, "cuda")
-        xs = [(x.detach() * 0.8).requires_grad_() for x in xs]
-        exact = [x.detach().double().requires_grad_() for x in xs]
-        ys, got = self.step(combine, xs, "gradfuse")
-        wants = loop(combine, exact)
-        for y, want in zip(ys, wants, strict=True):
-            torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
-        for g, want in zip(got, gradients(wants, exact, range(len(xs))), strict=True):
-            error = (g.double() - want).norm() / want.norm()
-            assert error < 1e-5
-
-    @pytest.mark.parametrize(
-        "shape, dim", [((2, 300, 1200), 1), ((700, 2048), 0), ((2, 33, 3, 512), 1), ((1, 2048), 0), ((70000, 2048), 0)]
-    )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_many_lanes(self, shape, dim, dtype):
-        """Those of the kernel of linear_scan, against its eager loop in float64; the longest at its end alone."""
-        xs = [(0.5 + 0.5 * torch.rand(shape, device="cuda")).to(dtype).requires_grad_() for _ in range(2)]
-        ys, got = self.step(gated, xs, "gradfuse", dim, used=(1,))
-        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda()
-        a, x, weight = (t.detach().double().movedim(dim, 0).flatten(1)[:, None] for t in (*xs, weight.to(dtype)))
-        if shape[dim] > 1000:
-            a, x, weight = a[-600:], x[-600:], weight[-600:]
-        y = linear_scan(a[1:], x, False, torch.float64)
-        gradient = linear_scan(a[1:], weight, True, torch.float64)
-        of_gate = torch.cat([torch.zeros_like(y[:1]), gradient[1:] * y[:-1]])
-        settled = slice(300, None) if shape[dim] > 1000 else slice(None)
-        for found, want in zip((ys[1], *got), (y, of_gate, gradient), strict=True):
-            found = found.movedim(dim, 0).flatten(1)[:, None][-len(want) :]
-            bound = 1e-6 if dtype is torch.float32 else 6e-3
-            assert relative_error(found[settled], want[settled]) < bound
-
-    def test_captured_tensors(self):
-        xs = leaves("ff", 97, torch.float32, "cuda")
-        rate = (0.5 + 0.4 * torch.rand(3, 2, device="cuda")).requires_grad_()
-        exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
-
-        def run(t, y):
-            def pairs(left, right):
-                return decayed(*left, *right, rate)
-
-            return associative_scan(pairs, (t, y), 0, combine_mode="pointwise")[1]
-
-        y = torch.compile(run, backend="gradfuse", fullgraph=True)(*xs)
-        exactly = loop(lambda *operands: decayed(*operands, exact[2]), exact[:2])[1]
-        weight = torch.randn_like(y)
-        got = torch.autograd.grad(y, [*xs, rate], weight)
-        want = torch.autograd.grad(exactly, exact, weight.double())
-        for found, exactly in zip(got, want, strict=True):
-            assert relative_error(found, exactly) < 1e-5
-
-    @pytest.mark.parametrize("reverse", [False, True])
-    @pytest.mark.parametrize("dim", [0, 1, 2])
-    def test_the_gradient_that_was_zero(self, dim, reverse):
-        """pointwise mode, the gated recurrence: stock returns zeros for the gate."""
-        shape = [4, 5, 6]
-        a = (0.5 + torch.rand(shape, device="cuda")).requires_grad_()
-        x = torch.randn(shape, device="cuda", requires_grad=True)
-        _, (da, dx) = self.step(gated, [a, x], "gradfuse", dim, reverse, used=(1,))
-        exact = [
-            t.detach().double().movedim(dim, 0).flip(0) if reverse else t.detach().double().movedim(dim, 0) for t in (a, x)
-        ]
-        exact = [t.requires_grad_() for t in exact]
-        y = loop(gated, exact)[1]
-        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cuda().movedim(dim, 0)
-        wants = torch.autograd.grad(y, exact, weight.flip(0) if reverse else weight)
-        for got, want in zip((da, dx), wants, strict=True):
-            want = (want.flip(0) if reverse else want).movedim(0, dim)
-            assert want.norm() > 0 and (got.double() - want).norm() / want.norm() < 1e-6
+@pytest.mark.parametrize(
+    "combine, scans", [(gated, [2, 2]), (total, [1, 1]), (product, [1, 2]), (matrix_product, [4, 6, 6])]
+)
+def test_only_what_meets_is_scanned(combine, scans):
+    """Forward, then the gradient through the last leaf: a gated recurrence scans one coefficient and one value, not six
+    leaves; a sum no coefficient; a matrix product its two columns apart."""
+    with mock.patch.object(associative_module, "associative_scan_hop", wraps=associative_module.associative_scan_hop) as hop:
+        xs = leaves(COMBINES[combine], 7)
+        gradients(scan(combine, xs), xs, (0,) if len(xs) == 1 else (1,) if len(xs) == 2 else range(4))
+    assert [len(call.args[1]) for call in hop.call_args_list] == scans

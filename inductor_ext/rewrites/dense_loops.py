@@ -151,14 +151,14 @@ class KeySegments:
         def more(visited: Tensor, *rest: Any) -> Tensor:
             return visited < rest[len(state_) + 1]
 
-        def body(visited: Tensor, *rest: Any) -> list[Tensor]:
+        def body(visited: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             state, order, operands = rest[: len(state_)], rest[len(state_)], list(rest[len(state_) + 2 :])
             keyed, others = operands[: len(keyed_)], operands[len(keyed_) : len(keyed_) + len(others_)]
             every = order.index_select(0, visited.reshape(1)) * self.size + torch.arange(self.size, device=self.device)
             positions = every.clamp(max=self.length - 1)
             cut = [x.index_select(2, positions) for x in keyed]
             new = step(list(state), cut, positions.to(torch.int32), every < self.length, others)
-            return [visited + 1, *new]
+            return visited + 1, *new
 
         start = (torch.zeros((), dtype=torch.int64, device=self.device), *state_)
         operands = [*visits, *keyed_, *others_]

@@ -1,0 +1,74 @@
+"""associative_scan along dim 0 of flat leaves: in one scan, or in two levels where few long rows would leave a GPU idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import associative_scan_hop, size_hint, uses_triton_on_cpu
+
+#: Times a chunk: as much as Inductor scans in one tile.
+CHUNK = 1024
+#: From this many lanes on, whole rows fill a GPU; from this many chunks on, two levels are worth their three kernels.
+FEW_LANES = 512
+FEWEST_CHUNKS = 4
+
+
+def _in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``change(x, 0)``, which changes a tensor along a dim, with a result in the memory order of ``x``.
+
+    torch and Inductor would lay the result out with dim 0 outermost, and copy it where the user's tensors are not so.
+    """
+    strides = [size_hint(s) or 0 for s in x.stride()]
+    order = sorted(range(x.dim()), key=lambda d: strides[d], reverse=True)
+    changed = change(x.permute(order), order.index(0))
+    return changed.permute([order.index(d) for d in range(x.dim())])
+
+
+def padded(x: Tensor, before: int, after: Any) -> Tensor:
+    """``x`` [T, ...] with zeros before and after it along dim 0."""
+    return _in_memory_order(x, lambda y, d: torch.nn.functional.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after]))
+
+
+def backwards(x: Tensor) -> Tensor:
+    """``x`` [T, ...] flipped along dim 0."""
+    return _in_memory_order(x, lambda y, d: y.flip(d))
+
+
+def first_of_all(x: Tensor) -> Tensor:
+    """True where the index along dim 0 of ``x`` [T, ...] is 0; [T, 1, ...]."""
+    return (torch.arange(x.shape[0], device=x.device) == 0).reshape(-1, *[1] * (x.dim() - 1))
+
+
+def associative(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves ``xs`` [T, ...], of one shape, scanned along dim 0 by ``combine``."""
+    if _long_and_few(xs):
+        return _in_two_levels(combine, xs)
+    return tuple(associative_scan_hop(combine, list(xs), ()))
+
+
+def _long_and_few(xs: Sequence[Tensor]) -> bool:
+    """Whether to scan in chunks. Stock does so itself for one leaf, by look-back."""
+    if len(xs) == 1 or not (xs[0].is_cuda or uses_triton_on_cpu()):
+        return False
+    length, *lanes = (size_hint(n) for n in xs[0].shape)
+    return None not in (length, *lanes) and length >= FEWEST_CHUNKS * CHUNK and math.prod(lanes) < FEW_LANES
+
+
+def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Chunks by themselves, then their totals, then what comes before a chunk into each of its elements."""
+    length = xs[0].shape[0]
+    count = (length + CHUNK - 1) // CHUNK
+    # What is put after the end reaches no element before it.
+    chunks = [padded(x, 0, count * CHUNK - length).unflatten(0, (count, CHUNK)).transpose(0, 1) for x in xs]
+    inside = associative_scan_hop(combine, chunks, ())
+    totals = associative(combine, [y[-1] for y in inside])
+    before = [padded(total[:-1], 1, 0).expand(y.shape) for total, y in zip(totals, inside, strict=True)]
+    joined = torch.utils._pytree.tree_leaves(combine(*before, *inside))
+    first = first_of_all(totals[0])
+    ys = (torch.where(first, y, both) for y, both in zip(inside, joined, strict=True))
+    return tuple(y.transpose(0, 1).flatten(0, 1)[:length] for y in ys)

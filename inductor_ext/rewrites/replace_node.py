@@ -1,0 +1,76 @@
+"""Put the ATen ops of a traced function in the place of one node, in a graph after AOTAutograd."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from .. import compat
+
+
+def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Callable[..., Any]) -> None:
+    """Replace ``node`` by the trace of ``function(*operands)``, whose nested outputs match the node's."""
+    values = [o.meta["val"] if isinstance(o, Node) else o for o in operands]
+    fake_mode = compat.detect_fake_mode(values)
+
+    def laid_out(*arguments: Any) -> Any:
+        return pytree.tree_map(_in_layout_of, function(*arguments), node.meta["val"], is_leaf=lambda x: x is None)
+
+    with fake_mode:
+        traced = compat.trace(laid_out, values)
+    inserted: dict[Node, Any] = {}
+    inputs = iter(operands)
+    with gm.graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                inserted[inner] = next(inputs)
+            elif inner.op == "get_attr":
+                inserted[inner] = gm.graph.get_attr(_adopt(gm, inner.target, getattr(traced, inner.target)))
+                inserted[inner].meta = dict(inner.meta)
+            elif inner.op == "output":
+                results = torch.fx.map_arg(inner.args[0], lambda n: inserted[n])
+            else:
+                inserted[inner] = gm.graph.node_copy(inner, lambda n: inserted[n])
+                inserted[inner].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+    _redirect(gm, node, results)
+
+
+def _in_layout_of(result: Tensor | None, promised: Tensor) -> Tensor | None:
+    """``result`` with its dims in the memory order that the op's fake implementation promised."""
+    if result is None:
+        return None
+    order = sorted(range(result.dim()), key=lambda d: promised.stride()[d], reverse=True)
+    return result.permute(order).contiguous().permute([order.index(d) for d in range(result.dim())])
+
+
+def _adopt(gm: GraphModule, name: str, value: Any) -> str:
+    fresh, i = f"gradfuse_{name}", 0
+    while hasattr(gm, fresh):
+        i += 1
+        fresh = f"gradfuse_{name}_{i}"
+    setattr(gm, fresh, value)
+    return fresh
+
+
+def _redirect(gm: GraphModule, node: Node, results: Any) -> None:
+    """Give the users of ``node`` (getitems, perhaps nested) the corresponding results."""
+    for user in list(node.users):
+        assert user.target is operator.getitem, user
+        result = results[user.args[1]]
+        if isinstance(result, (list, tuple)):
+            _redirect(gm, user, result)
+        elif result is None:
+            for consumer in list(user.users):
+                consumer.args = torch.fx.map_arg(consumer.args, lambda n, gone=user: None if n is gone else n)
+            gm.graph.erase_node(user)
+        else:
+            user.replace_all_uses_with(result)
+            gm.graph.erase_node(user)
+    if not node.users:
+        gm.graph.erase_node(node)

@@ -1,0 +1,29 @@
+"""Run the graphs that gradfuse hands to Inductor as they are, eagerly: what a rewrite made of a model, without code generation."""
+
+import contextlib
+from unittest import mock
+
+from inductor_ext import compat
+
+
+@contextlib.contextmanager
+def eager_graphs():
+    """Inside the block gradfuse compiles as always, up to the point where Inductor would lower the rewritten graphs.
+
+    Yields the list of these graphs, in the order of their compilation.
+    """
+    graphs = []
+
+    def as_it_is(gm, example_inputs, **kwargs):
+        graphs.append(gm)
+
+        def run(arguments):
+            inputs = list(arguments)
+            arguments.clear()
+            return gm(*inputs)
+
+        run._boxed_call = True
+        return run
+
+    with compat.without_caches(), mock.patch.object(compat, "compile_fx_inner", as_it_is):
+        yield graphs
