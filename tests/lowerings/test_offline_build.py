@@ -141,7 +141,7 @@ def builds(names, quick):
 
 @pytest.mark.parametrize(
     "name, arch",
-    builds(ATTENTIONS, {("unmasked", 80), ("causal", 100), ("relative", 90), ("scaled_and_gathered", 80)}),
+    builds(ATTENTIONS, {("relative", 90), ("causal", 100)}),
 )
 def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     stock_forward, stock_backward = STOCK[arch]
@@ -159,7 +159,7 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     assert all("f32" in add for add in adds)
 
 
-@pytest.mark.parametrize("arch", STOCK)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
 def test_sorted_segments_build_without_spills(arch, tmp_path):
     for number, (source, num_warps) in enumerate(segment_kernels()):
         folder = tmp_path / str(number)
@@ -184,7 +184,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
     "width, dtype, arch",
     builds(
         [(w, BF16) for w in (64, 128, 256, 512)] + [(w, FP32) for w in (64, 256)],
-        {(64, BF16, 80), (128, BF16, 90), (256, BF16, 90), (512, BF16, 100), (64, FP32, 100)},
+        {(128, BF16, 90), (512, BF16, 100)},
     ),
 )
 def test_mlstm_builds_without_spills(width, dtype, arch, tmp_path):
