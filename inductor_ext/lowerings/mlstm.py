@@ -1,7 +1,7 @@
 """Lowerings of ``gradfuse::mlstm_tiles`` and its backward onto ``mlstm_forward.py.jinja`` and ``mlstm_backward.py.jinja``.
 
-Where Triton kernels cannot run (CPU tensors), and for dtypes and widths that the templates do not take, the op's eager
-code runs, in blocks of rows.
+For dtypes and widths that the templates do not take the op's eager code runs, in blocks of rows. (On CPU tensors
+``rewrites/dense_mlstm.py`` has replaced the ops before.)
 """
 
 from __future__ import annotations

@@ -60,15 +60,24 @@ def _long_and_few(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Chunks by themselves, then their totals, then what comes before a chunk into each of its elements."""
-    length = xs[0].shape[0]
+    """Chunks by themselves, then their totals, then what comes before a chunk into each of its elements.
+
+    Half precision is scanned in fp32, as within one kernel, and rounded at the end.
+    """
+    dtypes, length = [x.dtype for x in xs], xs[0].shape[0]
+    xs = [x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x for x in xs]
+
+    def wide(*flat: Tensor) -> list[Tensor]:
+        results = torch.utils._pytree.tree_leaves(combine(*flat))
+        return [y.to(x.dtype) for x, y in zip(xs, results, strict=True)]
+
     count = (length + CHUNK - 1) // CHUNK
     # What is put after the end reaches no element before it.
     chunks = [padded(x, 0, count * CHUNK - length).unflatten(0, (count, CHUNK)).transpose(0, 1) for x in xs]
-    inside = associative_scan_hop(combine, chunks, ())
-    totals = associative(combine, [y[-1] for y in inside])
+    inside = associative_scan_hop(wide, chunks, ())
+    totals = associative(wide, [y[-1] for y in inside])
     before = [padded(total[:-1], 1, 0).expand(y.shape) for total, y in zip(totals, inside, strict=True)]
-    joined = torch.utils._pytree.tree_leaves(combine(*before, *inside))
+    joined = wide(*before, *inside)
     first = first_of_all(totals[0])
     ys = (torch.where(first, y, both) for y, both in zip(inside, joined, strict=True))
-    return tuple(y.transpose(0, 1).flatten(0, 1)[:length] for y in ys)
+    return tuple(y.transpose(0, 1).flatten(0, 1)[:length].to(dtype) for y, dtype in zip(ys, dtypes, strict=True))

@@ -169,6 +169,15 @@ def test_in_two_levels(combine, length, small_chunks):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_rounded_once_in_two_levels(dtype, small_chunks):
+    xs = [x.detach().to(dtype) for x in leaves("ff", 100)]
+    once = [y.to(dtype) for y in loop(gated, [x.float() for x in xs])]
+    exact = loop(gated, [x.double() for x in xs])
+    for got, rounded, want in zip(scan(gated, xs), once, exact, strict=True):
+        assert got.dtype == dtype and relative_error(got, want) <= 1.2 * relative_error(rounded, want)
+
+
 def test_few_long_rows_alone_are_cut():
     def cut(*shape, count=2):
         with mock.patch.object(associative_module, "uses_triton_on_cpu", lambda: True):
