@@ -142,14 +142,15 @@ def _kernel_time(function: Callable[[], Any], runs: int = 10) -> float:
 
 
 def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, out: Path | None = None) -> None:
-    """Measure every case and write ``results/<name>.json``."""
+    """Measure every case and write ``results/<name>.json``, anew after each: what a time limit cuts off is not lost."""
     import torch._functorch.config as functorch_config
 
     functorch_config.donated_buffer = False
-    rows = [row for case in cases for row in measure(case, compile_only=compile_only)]
-    if not compile_only:
-        path = out or RESULTS / f"{name}.json"
-        path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    path, rows = out or RESULTS / f"{name}.json", []
+    for case in cases:
+        rows += measure(case, compile_only=compile_only)
+        if not compile_only:
+            path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 def time_compilation(name: str, warm_up: Case, cases: Iterable[Case], *, out: Path | None = None) -> None:

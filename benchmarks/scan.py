@@ -1,4 +1,4 @@
-"""associative_scan: the gated recurrence and products of 2 x 2 matrices, forward and backward.
+"""associative_scan: the gated recurrence and products of 2 x 2 matrices, real and complex, forward and backward.
 
 python -m benchmarks.scan                 # every case; writes results/scan.json
 python -m benchmarks.scan --case gated-dim1
@@ -38,6 +38,13 @@ def matrices(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tenso
     return a2 * a1 + b2 * c1, a2 * b1 + b2 * d1, c2 * a1 + d2 * c1, c2 * b1 + d2 * d1
 
 
+def complex_matrices(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """As ``matrices``, four real parts and then four imaginary ones: ``(A2 + i B2)(A1 + i B1)``."""
+    (real1, imaginary1), (real2, imaginary2) = ((x[:4], x[4:]) for x in (left, right))
+    both = [matrices(p, q) for q, p in ((real2, real1), (imaginary2, imaginary1), (real2, imaginary1), (imaginary2, real1))]
+    return *(x - y for x, y in zip(*both[:2], strict=True)), *(x + y for x, y in zip(*both[2:], strict=True))
+
+
 def last(combine: Callable[..., Any], dim: int, mode: str, *xs: Tensor) -> Tensor:
     """The last leaf of the scan."""
     return associative_scan(combine, xs, dim, combine_mode=mode)[-1]
@@ -58,7 +65,7 @@ def accelerated(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def case(name: str, combine: Callable[..., Any], leaves: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
-    xs = [(0.6 + 0.3 * torch.rand(shape, device="cuda")) / (1 if leaves == 2 else 2) for _ in range(leaves)]
+    xs = [(0.6 + 0.3 * torch.rand(shape, device="cuda")) / (leaves // 2) for _ in range(leaves)]
     function = partial(last, combine, dim, "pointwise")
     peers: dict[str, Any] = {"gradfuse": lambda _: gradfuse(lambda *xs: function(*xs))}
     if shape[dim] <= LONGEST_STOCK or name.startswith("gated-long"):
@@ -80,6 +87,7 @@ def cases(only: list[str]) -> Iterator[Case]:
         ("gated-dim2-bf16", gated, 2, last_dim, 2, torch.bfloat16),
         ("gated-long", gated, 2, few, 2, torch.float32),
         ("matrices-dim1", matrices, 4, (8, 1024, 512), 1, torch.float32),
+        ("complex-matrices-dim1", complex_matrices, 8, (8, 1024, 512), 1, torch.float32),
         *((f"gated-length-{n}", gated, 2, (8, n, 512), 1, torch.float32) for n in LENGTHS if n != wide[1]),
     ]
     for row in rows:
