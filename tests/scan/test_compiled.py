@@ -6,9 +6,11 @@ import importlib
 import pytest
 import torch
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.compat import associative_scan_hop
 from inductor_ext.ops.linear_scan import linear_scan
+from tests.emitted import kernels_of
 from tests.flex.case import relative_error
 from tests.interpreter import triton_on_cpu
 
@@ -127,6 +129,21 @@ def test_the_gradient_that_was_zero(dim, reverse, device):
     want = torch.autograd.grad(loop(gated, exact)[1], exact, forwards(weight))
     for g, w in zip(got, want, strict=True):
         assert w.norm() > 0 and relative_error(forwards(g), w) < 1e-6
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_one_kernel_forward_and_two_backward(dim):
+    """Each stores two tensors once: the leaves; what of the leaves the gradient is of; the gradients of the operands."""
+    xs = [torch.rand(4, 5, 6, requires_grad=True) for _ in range(2)]
+
+    def step():
+        compiled(gated, dim)(*xs)[1].backward(torch.rand(4, 5, 6))
+
+    with triton_on_cpu():
+        _, codes = run_and_get_code(step)
+    stores = [kernel.count("tl.store(") for code in codes for kernel in kernels_of(code)]
+    assert stores == [2, 2, 2]
 
 
 @pytest.mark.gpu
