@@ -61,12 +61,14 @@ def _scanned_forward(
 
 
 def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
-    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, all of one shape.
+    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, of shapes that broadcast behind it.
 
     additional: what ``combine`` takes besides: numbers, sizes, or tensors that broadcast to [...] (which have a gradient).
     Tensors, and sizes that combine reads, are scanned along as leaves of which every element is the same, because Inductor
     has no place for them.
     """
+    if any(x.shape != xs[0].shape for x in xs):
+        return _scan_of_one_shape(combine, xs, additional)
     device, shape, count = xs[0].device, xs[0].shape, len(xs)
     additional = [
         torch.full((), x, dtype=torch.int64, device=device) if isinstance(x, torch.SymInt) and read else x
@@ -87,6 +89,19 @@ def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence
 
     constant = [x.expand(shape[1:]).expand(shape) for x in captured]
     return _Scan.apply(with_captured, None, *xs, *constant)[:count]
+
+
+def _scan_of_one_shape(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any]) -> tuple[Tensor, ...]:
+    """``scan`` of leaves expanded to their common shape, of which each result is one part like every other."""
+    lanes = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
+    aligned = [x.reshape(x.shape[0], *[1] * (len(lanes) - x.dim() + 1), *x.shape[1:]) for x in xs]
+    ys = scan(combine, [x.expand(x.shape[0], *lanes) for x in aligned], additional)
+    parts = []
+    for y, x, given in zip(ys, aligned, xs, strict=True):
+        for dim in range(1, x.dim()):
+            y = y.narrow(dim, 0, 1) if x.shape[dim] != y.shape[dim] else y
+        parts.append(y.reshape(given.shape))
+    return tuple(parts)
 
 
 def scan_gradients(

@@ -98,6 +98,13 @@ def test_in_two_levels_with_dynamic_lengths(device, monkeypatch):
         check(gated, xs, run(*xs), (0, 1))
 
 
+def test_leaves_of_several_shapes(device):
+    """Stock reads every leaf by the shape of the first."""
+    shapes = [(3, 1), (3, 4)]
+    xs = [(0.5 + 0.5 * torch.rand(97, *lanes, device=device)).requires_grad_() for lanes in shapes]
+    check(gated, xs, compiled(gated)(*xs), (0, 1))
+
+
 def test_captured_tensors(device):
     xs = leaves("ff", 97, torch.float32, device)
     rate = (0.5 + 0.4 * torch.rand(3, 2, device=device)).requires_grad_()

@@ -187,6 +187,19 @@ def test_few_long_rows_alone_are_cut():
     assert not cut(131072, 512) and not cut(2048, 4) and not cut(131072, 16, count=1)
 
 
+def test_leaves_of_several_shapes():
+    """A gate for all of a head's lanes, and one for everything."""
+    xs = [(0.5 + torch.rand(9, *lanes, dtype=torch.float64)).requires_grad_() for lanes in ((3, 1), (3, 4), ())]
+
+    def combine(a1, x1, b1, a2, x2, b2):
+        return a1 * a2, x1 * a2 * b2 + x2, b1 * b2
+
+    ys, wants = scan(combine, xs), loop(combine, xs)
+    assert [y.shape for y in ys] == [x.shape for x in xs]
+    for got, want in zip((*ys, *gradients(ys, xs, (0, 1, 2))), (*wants, *gradients(wants, xs, (0, 1, 2))), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def decayed(t1, y1, t2, y2, rate):
     """y decays by a captured rate for as long as t says."""
     return t1 + t2, y1 * rate**t2 + y2
