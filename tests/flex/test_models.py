@@ -62,7 +62,7 @@ class Stack(nn.Module):
     def __init__(self, shared):
         super().__init__()
         table = nn.Parameter(torch.randn(HEADS, 2 * LENGTH)) if shared else None
-        self.layers = nn.ModuleList(Layer(table) for _ in range(3))
+        self.layers = nn.ModuleList(Layer(table) for _ in range(2))
 
     def forward(self, x, attend):
         for layer in self.layers:
@@ -104,11 +104,11 @@ def check_model(model, x, **options):
 
 
 @pytest.mark.parametrize("device", ["cpu", *DEVICES], indirect=True)
-def test_three_layers_whose_captures_share_their_names(device):
+def test_layers_whose_captures_share_their_names(device):
     check_model(Stack(shared=False).to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
 
-def test_three_layers_that_share_one_table(device):
+def test_layers_that_share_one_table(device):
     check_model(Stack(shared=True).to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
 
