@@ -144,9 +144,8 @@ def backward(
         of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term)
         to_columns = of_log
         if has_max_term:
-            # Not a scatter: Inductor's would add by atomics. Padded rows have nothing to add.
-            hit = (place[..., None] == columns) if real is None else (place[..., None] == columns) & real
-            to_columns = of_log + torch.where(hit, through_max[..., None], 0)
+            # Not a scatter: Inductor's would add by atomics. Padded rows have nothing to add, padded columns are not kept.
+            to_columns = of_log + torch.where(place[..., None] == columns, through_max[..., None], 0)
         added = (of_key, of_value, to_columns.sum(-2)[..., None])
         sums = [keys.add(whole, part, columns) for whole, part in zip((dk, dv, of_columns), added, strict=True)]
         return [dq + of_query, of_rows + of_log.sum(-1), *sums]
