@@ -60,6 +60,6 @@ def test_masked_blocks_are_not_computed(small_blocks):
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), backend="gradfuse", fullgraph=True)
     with eager_graphs():
         out = compiled(*inputs)
-    grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+        grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
     assert all(x.isfinite().all() for x in (out, *grads))
     assert all(g[:, :, :seen].abs().sum() > 0 and g[:, :, seen:].abs().sum() == 0 for g in grads[1:])
