@@ -23,14 +23,26 @@ def step(layer, inputs, grad):
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
-def test_matches_float64(layer):
+def check_float64(layer):
     inputs = operands(torch.float32)
     grad = torch.randn(TOKENS, WIDTH)
     torch._dynamo.reset()
     got = step(torch.compile(layer, backend="gradfuse"), inputs, grad)
     want = step(layer, [x.detach().double().requires_grad_() for x in inputs], grad.double())
     assert max(map(relative_error, got, want)) < 1e-5
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
+def test_graphs_match_float64(layer):
+    with eager_graphs():
+        check_float64(layer)
+
+
+@pytest.mark.parametrize(
+    "layer", [pytest.param(f, id=f.__name__, marks=[] if f is LAYERS[0] else [pytest.mark.slow]) for f in LAYERS]
+)
+def test_matches_float64(layer):
+    check_float64(layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
