@@ -10,11 +10,19 @@ import math
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.runtime.hints import HeuristicType
 
 from inductor_ext import compat
+
+#: For tests of what only the machine without a GPU emits, and for those that run kernels here or there.
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+DEVICES = [
+    pytest.param("interpreter", marks=[INTERPRETED, pytest.mark.kernels]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 class _StubDriver:

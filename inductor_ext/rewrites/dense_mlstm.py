@@ -75,20 +75,10 @@ def _visible(rows: Tensor, row_ok: Tensor, columns: Tensor, real: Tensor | None)
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_weight: Tensor,
-    log_max: Tensor,
-    floor: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    norm: bool,
-    eps: float,
-    norm_eps: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ops.mlstm_tiles.mlstm_tiles``, to be traced, never run eagerly."""
+    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """``ops.mlstm_tiles.mlstm_tiles``, to be traced, never run eagerly; rest: what the norm takes, then scale."""
+    floor, norm_weight, norm_bias, *numbers, scale = rest
     kind = wide(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -111,7 +101,7 @@ def forward(
     xs = [blocks.split(query.to(kind)), blocks.split(log_max), blocks.positions(), blocks.valid(), *visits]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
     hidden, row_sum = (blocks.join(x) for x in scan(block, [], xs, others)[1])
-    out, normalised, rstd = normalised_rows(hidden, row_sum, floor, norm_weight, norm_bias, norm, eps, norm_eps)
+    out, normalised, rstd = normalised_rows(hidden, row_sum, floor, norm_weight, norm_bias, *numbers)
     affine = norm_weight is not None or norm_bias is not None
     kept = normalised.to(query.dtype) if affine else query.new_empty(0)
     return out.to(query.dtype), kept, row_sum, rstd

@@ -9,13 +9,7 @@ from inductor_ext.ops.linear_scan import linear_scan
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
-from tests.interpreter import triton_on_cpu
-
-INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
-DEVICES = [
-    pytest.param("interpreter", marks=[INTERPRETED, pytest.mark.kernels]),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
 def compiled(reverse, dtype, **options):

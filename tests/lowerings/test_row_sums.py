@@ -10,15 +10,7 @@ from inductor_ext.ops import gather_sum, segment_sum
 from tests import snapshots
 from tests.emitted import body, kernels_of, segment_kernels
 from tests.flex.case import relative_error
-from tests.interpreter import triton_on_cpu
-
-DEVICES = [
-    pytest.param(
-        "interpreter",
-        marks=[pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels"), pytest.mark.kernels],
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
 def compiled(function, device):
@@ -131,7 +123,7 @@ def test_gather_sum_is_one_kernel():
     assert relative_error(got, gather_sum((values * weight[:, None]).double(), places, 8, 8, False)) < 4e-3
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="emitted through the interpreter's CPU path")
+@INTERPRETED
 def test_emitted_kernels():
     for name, (source, _) in zip(("segment_sum", "segment_totals"), segment_kernels(96), strict=True):
         snapshots.check(__file__, name, body(source))

@@ -8,7 +8,7 @@ import torch
 import inductor_ext
 from inductor_ext import compat
 from tests.flex.case import relative_error
-from tests.interpreter import triton_on_cpu
+from tests.interpreter import INTERPRETED, triton_on_cpu
 
 TOKENS, TOPK, WIDTH = 48, 4, 24
 
@@ -208,7 +208,7 @@ def test_as_exact_as_fp32_rounded_once(function, dtype):
     assert relative_error(out, want_out) <= 1.05 * relative_error(function(x.float(), chosen).to(dtype), want_out)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
+@INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", [*UNPROVEN, scatter_reduced, embedded, embedded_with_padding], ids=lambda f: f.__name__)
 def test_deterministic_without_proof(function, dtype):
@@ -250,7 +250,7 @@ def test_dynamic_lengths(function):
         assert relative_error(got, want) <= 1.05 * relative_error(once.bfloat16(), want)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the CPU's kernels")
+@INTERPRETED
 def test_dynamic_lengths_in_order():
     """Sorted segments of an index whose length is a symbol, down to a single element."""
     with triton_on_cpu():
