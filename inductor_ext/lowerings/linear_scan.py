@@ -1,8 +1,8 @@
-"""Lowering of ``gradfuse::linear_scan`` onto ``scan.py.jinja``; on CPU tensors the op's loop runs."""
+"""Lowering of ``gradfuse::linear_scan`` onto ``linear_scan.py.jinja``; on CPU tensors the op's loop runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,31 @@ from ..compat import SymbolicGridFn
 from ..ops.linear_scan import linear_scan
 from .templates import load, run
 
-#: Times and lanes of a tile; its loads are all in flight at once (benchmarks/NOTES.md).
-BLOCK_T = 256
-BLOCK_L = 16
-NUM_WARPS = 8
-
 
 @SymbolicGridFn
 def _grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return cdiv(lanes, meta["BLOCK_L"]), planes, 1
+    return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
 
 
-_template = compat.make_template("gradfuse_scan", _grid, load("scan"))
+_template = compat.make_template("gradfuse_linear_scan", _grid, load("linear_scan"))
+
+
+def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, Any]:
+    return {"BLOCK_T": block_t, "BLOCK_L": block_l, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
+
+
+#: Measurements are in benchmarks/NOTES.md. Where lanes are innermost, by the size of an element in bytes.
+LANES_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 32, 4, 4), 8: _tile(64, 16, 4, 3)}
+#: Where time is, a warp scans a row, and four warps where there are fewer rows than MANY_ROWS.
+MANY_ROWS = 2048
+TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1)
+
+
+def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
+    planes, _, lanes = sizes
+    if lanes != 1:
+        return LANES_INNERMOST[itemsize]
+    return TIME_INNERMOST if compat.hint(planes) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
 
 
 def lower(coefficients: Any, inputs: Any, reverse: bool, dtype: torch.dtype) -> Any:
@@ -33,8 +46,8 @@ def lower(coefficients: Any, inputs: Any, reverse: bool, dtype: torch.dtype) -> 
     dtypes = (coefficients.get_dtype(), inputs.get_dtype())
     wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
     coefficients, inputs = compat.realize([coefficients, inputs])
-    config = {"BLOCK_T": BLOCK_T, "BLOCK_L": BLOCK_L, "num_warps": NUM_WARPS, "num_stages": 1}
+    sizes, layout = inputs.get_size(), compat.node_layout()
+    tile = _choose(sizes, max(d.itemsize for d in dtypes))
     accumulator = "tl.float64" if wide is torch.float64 else "tl.float32"
-    sizes = inputs.get_size()[1:]
-    operands = [coefficients, inputs]
-    return run(_template, [config], operands, [], compat.node_layout(), sizes, REVERSE=reverse, ACC_DTYPE=accumulator)
+    options = {"REVERSE": reverse, "TIME_INNERMOST": sizes[2] == 1, "ACC_DTYPE": accumulator}
+    return run(_template, [tile], [coefficients, inputs], [], layout, [sizes[0], sizes[2]], **options)

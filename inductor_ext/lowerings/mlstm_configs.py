@@ -39,7 +39,7 @@ BACKWARD = {
     2: {
         64: _backward(64, 64, 64, 64, 4, 3),
         128: _backward(64, 32, 64, 32, 4, 3),
-        256: _backward(64, 32, 64, 32, 8, 2, split=True),
+        256: _backward(128, 32, 128, 32, 8, 2, split=True),
         512: _backward(32, 32, 32, 32, 8, 1, split=True),
     },
     4: {
@@ -50,7 +50,14 @@ BACKWARD = {
 }
 #: Instead of those on other architectures than Hopper, where they would spill registers. Never timed.
 FORWARD_ELSEWHERE = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
-BACKWARD_ELSEWHERE = {2: {64: _backward(64, 32, 64, 32, 4, 2), 128: _backward(64, 32, 64, 32, 8, 2)}, 4: {}}
+BACKWARD_ELSEWHERE = {
+    2: {
+        64: _backward(64, 32, 64, 32, 4, 2),
+        128: _backward(64, 32, 64, 32, 8, 2),
+        256: _backward(64, 32, 64, 32, 8, 2, split=True),
+    },
+    4: {},
+}
 
 _Table = dict[int, dict[int, dict[str, Any]]]
 

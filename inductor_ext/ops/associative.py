@@ -18,7 +18,7 @@ FEW_LANES = 512
 FEWEST_CHUNKS = 4
 
 
-def _in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+def in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
     """``change(x, 0)``, which changes a tensor along a dim, with a result in the memory order of ``x``.
 
     torch and Inductor would lay the result out with dim 0 outermost, and copy it where the user's tensors are not so.
@@ -31,12 +31,17 @@ def _in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tens
 
 def padded(x: Tensor, before: int, after: Any) -> Tensor:
     """``x`` [T, ...] with zeros before and after it along dim 0."""
-    return _in_memory_order(x, lambda y, d: torch.nn.functional.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after]))
+    return in_memory_order(x, lambda y, d: torch.nn.functional.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after]))
 
 
 def backwards(x: Tensor) -> Tensor:
     """``x`` [T, ...] flipped along dim 0."""
-    return _in_memory_order(x, lambda y, d: y.flip(d))
+    return in_memory_order(x, lambda y, d: y.flip(d))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` [T, ...] as ``dtype``."""
+    return x if x.dtype is dtype else in_memory_order(x, lambda y, _: y.to(dtype))
 
 
 def first_of_all(x: Tensor) -> Tensor:

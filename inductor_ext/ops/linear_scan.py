@@ -1,14 +1,17 @@
-"""``y_t = x_t + c_t y_{t-1}`` along dim 0: what the gradient of every scan is, and gated recurrences themselves."""
+"""``y_t = x_t + c_t y_{t-1}``: what the gradient of every scan is, and gated recurrences themselves."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from ..compat import uses_triton_on_cpu
 
-#: Fewer lanes do not fill a GPU, where a program owns lanes for all time.
+#: Fewer lanes do not fill a GPU, where a program owns 16 neighbours, or a row along time, for all time.
 FEWEST_LANES = 2048
+FEWEST_ROWS = 512
 #: Lanes that lie next to each other in memory, at least.
 FEWEST_NEIGHBOURS = 16
 
@@ -17,17 +20,17 @@ FEWEST_NEIGHBOURS = 16
 def linear_scan(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
 
-    inputs [T, P, L], coefficients [T - 1, P, L], of floating dtypes. Computed in fp32 (float64 if one of them is) and
-    rounded to ``dtype``; the result [T, P, L] has the memory order of inputs.
+    inputs [P, T, L], coefficients [P, T - 1, L], of floating dtypes. Computed in fp32 (float64 if one of them is) and
+    rounded to ``dtype``; the result [P, T, L] has the memory order of inputs.
     """
     wide = torch.promote_types(torch.promote_types(coefficients.dtype, inputs.dtype), torch.float32)
     out = torch.empty_like(inputs, dtype=wide)
-    steps = range(inputs.shape[0])
+    steps = range(inputs.shape[1])
     before: int | None = None
     for t in reversed(steps) if reverse else steps:
-        out[t] = inputs[t].to(wide)
+        out[:, t] = inputs[:, t].to(wide)
         if before is not None:
-            out[t] += coefficients[t if reverse else before].to(wide) * out[before]
+            out[:, t] += coefficients[:, t if reverse else before].to(wide) * out[:, before]
         before = t
     return out.to(dtype) if dtype is not wide else out
 
@@ -38,21 +41,29 @@ def _(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -
 
 
 def suits(x: Tensor) -> bool:
-    """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes, next to each other."""
+    """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes next to each other, or many rows."""
     if x.device.type != "cuda" and not uses_triton_on_cpu():
         return False
-    dense = x.is_floating_point() and x.dim() > 1 and x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS
-    return dense and x.shape[0] > 1 and x[0].numel() >= FEWEST_LANES
+    if not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
+        return False
+    if x.stride(0) == 1:
+        return x[0].numel() >= FEWEST_ROWS
+    return x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS and x[0].numel() >= FEWEST_LANES
 
 
 def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
-    split = inputs.dim() - 1
-    while split > 1 and inputs.stride(split - 1) == inputs.stride(split) * inputs.shape[split]:
+    split = inputs.dim()
+    if inputs.stride(0) != 1:
         split -= 1
+        while split > 1 and inputs.stride(split - 1) == inputs.stride(split) * inputs.shape[split]:
+            split -= 1
 
     def planes(x: Tensor) -> Tensor:
-        lanes = x.flatten(split)
-        return lanes.unsqueeze(1) if split == 1 else lanes.flatten(1, -2)
+        """[P, T, L]: the dims before and behind ``split`` as one each."""
+        times, *rest = x.shape
+        before, behind = (math.prod(rest[part]) for part in (slice(split - 1), slice(split - 1, None)))
+        return x.reshape(times, before, behind).transpose(0, 1)
 
-    return linear_scan(planes(coefficients), planes(inputs), reverse, dtype).reshape(inputs.shape)
+    result = linear_scan(planes(coefficients), planes(inputs), reverse, dtype)
+    return result.transpose(0, 1).reshape(inputs.shape)

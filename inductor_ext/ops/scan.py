@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.recurrences import gated, reads
-from .associative import associative, backwards, first_of_all, padded
+from .associative import associative, backwards, cast, first_of_all, in_memory_order, padded
 from .linear_scan import scanned, suits
 
 #: An entry of the Jacobian that is one by structure.
@@ -56,7 +56,8 @@ def _scanned_forward(
     if recurrence is None or not all(suits(x) for x in xs):
         return associative(combine, xs)
     gate, state = recurrence
-    ys = {gate: xs[gate].cumprod(0), state: scanned(xs[gate][1:], xs[state], False, xs[state].dtype)}
+    a, x = xs[gate], xs[state]
+    ys = {gate: in_memory_order(a, lambda y, dim: y.cumprod(dim)), state: scanned(a[1:], x, False, x.dtype)}
     return ys[0], ys[1]
 
 
@@ -131,7 +132,7 @@ def scan_gradients(
     for i, rest in zip(floating, parts, strict=True):
         if i in outgoing and rest is outgoing[i]:
             # dc/dx is 1, as for what is only added: no need to put the first element before the others.
-            result[i] = adjoint[i].to(xs[i].dtype)
+            result[i] = cast(adjoint[i], xs[i].dtype)
             continue
         if rest is not None:
             result[i] = padded(rest, 1, 0)

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from inductor_ext.lowerings import linear_scan as linear_scan_lowering
 from inductor_ext.ops.linear_scan import linear_scan
 from tests import snapshots
 from tests.emitted import body, kernels_of
@@ -17,23 +18,34 @@ def compiled(reverse, dtype, **options):
 
 
 def operands(length, planes, lanes, dtype, device):
-    """Time between planes and lanes, as in [B, T, H]."""
     where = "cuda" if device == "cuda" else "cpu"
     c, x = torch.rand(planes, max(length - 1, 0), lanes), torch.randn(planes, length, lanes)
-    return [t.to(where, dtype).movedim(1, 0) for t in (c, x)]
+    return [t.to(where, dtype) for t in (c, x)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("length, planes, lanes", [(1, 2, 20), (2, 1, 16), (256, 1, 16), (257, 2, 33), (600, 1, 5)])
+@pytest.mark.parametrize(
+    "length, planes, lanes", [(1, 2, 20), (2, 1, 16), (256, 1, 16), (257, 2, 33), (600, 1, 5), (1, 3, 1), (600, 3, 1)]
+)
 def test_against_a_loop(length, planes, lanes, reverse, device):
     c, x = operands(length, planes, lanes, torch.float32, device)
     want = linear_scan(c.double(), x.double(), reverse, torch.float64)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(reverse, torch.float32)(c, x)
     assert relative_error(got, want) < 1e-6
-    if length > 1 and planes > 1:
-        assert got.stride() == x.stride()
+    assert got.stride() == x.stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("many", [1, 1000])
+def test_rows(many, device, monkeypatch):
+    """Time innermost: a warp a row, or four."""
+    monkeypatch.setattr(linear_scan_lowering, "MANY_ROWS", many)
+    c, x = operands(1100, 3, 1, torch.float32, device)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got = compiled(False, torch.float32)(c, x)
+    assert relative_error(got, linear_scan(c.double(), x.double(), False, torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,12 +68,28 @@ def test_dynamic_lengths(device):
             assert relative_error(run(c, x), linear_scan(c.double(), x.double(), False, torch.float64)) < 1e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (1, 2, 0)], ids=str)
+def test_any_memory_order(order, device):
+    """Strided operands; the result lies as the inputs do."""
+    c, x = (
+        t.permute(order).contiguous().permute([order.index(d) for d in range(3)])
+        for t in operands(70, 3, 17, torch.float32, device)
+    )
+    c = torch.cat([c, c], 1)[:, ::2][:, :69]
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got = compiled(True, torch.float32)(c, x)
+    assert relative_error(got, linear_scan(c.double(), x.double(), True, torch.float64)) < 1e-6
+    assert got.stride() == x.stride()
+
+
 @INTERPRETED
-def test_emitted_kernel():
+@pytest.mark.parametrize("lanes", [20, 1])
+def test_emitted_kernel(lanes):
     from torch._inductor.utils import run_and_get_code
 
     run = torch.compile(lambda c, x: linear_scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
     with triton_on_cpu():
-        _, (code,) = run_and_get_code(run, *operands(300, 2, 20, torch.float32, "cpu"))
+        _, (code,) = run_and_get_code(run, *operands(300, 2, lanes, torch.float32, "cpu"))
     (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
-    snapshots.check(__file__, "scan", body(kernel))
+    snapshots.check(__file__, "linear_scan" if lanes > 1 else "linear_scan_rows", body(kernel))
