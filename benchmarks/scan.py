@@ -68,9 +68,9 @@ def case(name: str, combine: Callable[..., Any], leaves: int, shape: tuple[int, 
     xs = [(0.6 + 0.3 * torch.rand(shape, device="cuda")) / (leaves // 2) for _ in range(leaves)]
     function = partial(last, combine, dim, "pointwise")
     peers: dict[str, Any] = {"gradfuse": lambda _: gradfuse(lambda *xs: function(*xs))}
-    if shape[dim] <= LONGEST_STOCK or name.startswith("gated-long"):
+    if shape[dim] <= LONGEST_STOCK:
         peers["stock"] = lambda _: stock(lambda *xs: function(*xs))
-        peers["stock, generic"] = lambda _: stock(lambda *xs: last(combine, dim, "generic", *xs))
+    peers["stock, generic"] = lambda _: stock(lambda *xs: last(combine, dim, "generic", *xs))
     if combine is gated and dim == len(shape) - 1:
         peers["accelerated-scan"] = accelerated
     parameters = {"shape": list(shape), "dim": dim, "leaves": leaves, "dtype": str(dtype).removeprefix("torch.")}

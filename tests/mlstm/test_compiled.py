@@ -92,6 +92,20 @@ def test_float64_and_wide_heads_run_in_blocks(device):
 
 
 @pytest.mark.gpu
+def test_cuda_graphs():
+    """``mode="reduce-overhead"``: what is replayed reads the operands of its own call."""
+    case = Case(length=130, width=64, value_width=64)
+    run, replayed = compiled(case), compiled(case, mode="reduce-overhead")
+    for case.seed in range(4):
+        operands = case.operands("cuda")
+        grad = torch.randn_like(operands[2])
+        want = [y := run(*operands), *torch.autograd.grad(y, operands, grad)]
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [y := replayed(*operands), *torch.autograd.grad(y, operands, grad)]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
 def test_ten_runs_are_bitwise_equal():
     case = Case(length=1000, width=64, value_width=64, dtype=torch.bfloat16)
     operands = case.operands("cuda")
