@@ -26,7 +26,7 @@ def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, 
 
 
 #: Measurements are in benchmarks/NOTES.md. Where lanes are innermost, by the size of an element in bytes.
-LANES_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 32, 4, 4), 8: _tile(64, 16, 4, 3)}
+LANES_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 16, 4, 3), 8: _tile(64, 16, 4, 3)}
 #: Where time is, a warp scans a row, and four warps where there are fewer rows than MANY_ROWS.
 MANY_ROWS = 2048
 TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1)
@@ -39,15 +39,20 @@ def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
     return TIME_INNERMOST if compat.hint(planes) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
 
 
-def lower(coefficients: Any, inputs: Any, reverse: bool, dtype: torch.dtype) -> Any:
+def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
     """The replacement of the op; its operands and result are those of ``ops.linear_scan.linear_scan``."""
     if inputs.get_device().type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(linear_scan)(coefficients, inputs, reverse, dtype)
+        return compat.fallback(linear_scan)(coefficients, inputs, shape, dim, reverse, dtype)
     dtypes = (coefficients.get_dtype(), inputs.get_dtype())
     wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
     coefficients, inputs = compat.realize([coefficients, inputs])
-    sizes, layout = inputs.get_size(), compat.node_layout()
+    sizes = inputs.get_size()
+    options = {
+        "REVERSE": reverse,
+        "TIME_INNERMOST": sizes[2] == 1,
+        "TIME_DIM": dim,
+        "RANK": len(shape),
+        "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32",
+    }
     tile = _choose(sizes, max(d.itemsize for d in dtypes))
-    accumulator = "tl.float64" if wide is torch.float64 else "tl.float32"
-    options = {"REVERSE": reverse, "TIME_INNERMOST": sizes[2] == 1, "ACC_DTYPE": accumulator}
-    return run(_template, [tile], [coefficients, inputs], [], layout, [sizes[0], sizes[2]], **options)
+    return run(_template, [tile], [coefficients, inputs], [], compat.node_layout(), [sizes[0], sizes[2]], **options)

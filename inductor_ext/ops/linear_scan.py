@@ -17,14 +17,17 @@ FEWEST_NEIGHBOURS = 16
 
 
 @torch.library.custom_op("gradfuse::linear_scan", mutates_args=())
-def linear_scan(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+def linear_scan(
+    coefficients: Tensor, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype
+) -> Tensor:
     """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
 
     inputs [P, T, L], coefficients [P, T - 1, L], of floating dtypes. Computed in fp32 (float64 if one of them is) and
-    rounded to ``dtype``; the result [P, T, L] has the memory order of inputs.
+    rounded to ``dtype``; the result is contiguous, of ``shape``: T at ``dim``, P and L in one dim or several before and
+    behind. So it has the dims of what uses it, and Inductor puts that into the same kernel.
     """
     wide = torch.promote_types(torch.promote_types(coefficients.dtype, inputs.dtype), torch.float32)
-    out = torch.empty_like(inputs, dtype=wide)
+    out = torch.empty(inputs.shape, dtype=wide, device=inputs.device)
     steps = range(inputs.shape[1])
     before: int | None = None
     for t in reversed(steps) if reverse else steps:
@@ -32,12 +35,12 @@ def linear_scan(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torc
         if before is not None:
             out[:, t] += coefficients[:, t if reverse else before].to(wide) * out[:, before]
         before = t
-    return out.to(dtype) if dtype is not wide else out
+    return out.to(dtype).reshape(shape)
 
 
 @linear_scan.register_fake
-def _(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(inputs, dtype=dtype)
+def _(coefficients: Tensor, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype) -> Tensor:
+    return inputs.new_empty(shape, dtype=dtype)
 
 
 def suits(x: Tensor) -> bool:
@@ -53,11 +56,7 @@ def suits(x: Tensor) -> bool:
 
 def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
-    split = inputs.dim()
-    if inputs.stride(0) != 1:
-        split -= 1
-        while split > 1 and inputs.stride(split - 1) == inputs.stride(split) * inputs.shape[split]:
-            split -= 1
+    split = _innermost_lanes(inputs)
 
     def planes(x: Tensor) -> Tensor:
         """[P, T, L]: the dims before and behind ``split`` as one each."""
@@ -65,5 +64,17 @@ def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dt
         before, behind = (math.prod(rest[part]) for part in (slice(split - 1), slice(split - 1, None)))
         return x.reshape(times, before, behind).transpose(0, 1)
 
-    result = linear_scan(planes(coefficients), planes(inputs), reverse, dtype)
-    return result.transpose(0, 1).reshape(inputs.shape)
+    times, *rest = inputs.shape
+    shape = [*rest[: split - 1], times, *rest[split - 1 :]]
+    result = linear_scan(planes(coefficients), planes(inputs), shape, split - 1, reverse, dtype)
+    return result.movedim(split - 1, 0)
+
+
+def _innermost_lanes(x: Tensor) -> int:
+    """The first of the dims of ``x`` [T, ...] that lie within one time; their number where time is innermost."""
+    split = x.dim()
+    if x.stride(0) != 1:
+        split -= 1
+        while split > 1 and x.stride(split - 1) == x.stride(split) * x.shape[split]:
+            split -= 1
+    return split

@@ -13,8 +13,13 @@ from tests.flex.case import relative_error
 from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
+def scan(c, x, reverse, dtype):
+    """Of [P, T, L], into the same dims."""
+    return linear_scan(c, x, list(x.shape), 1, reverse, dtype)
+
+
 def compiled(reverse, dtype, **options):
-    return torch.compile(lambda c, x: linear_scan(c, x * 1, reverse, dtype), backend="gradfuse", fullgraph=True, **options)
+    return torch.compile(lambda c, x: scan(c, x * 1, reverse, dtype), backend="gradfuse", fullgraph=True, **options)
 
 
 def operands(length, planes, lanes, dtype, device):
@@ -30,7 +35,7 @@ def operands(length, planes, lanes, dtype, device):
 )
 def test_against_a_loop(length, planes, lanes, reverse, device):
     c, x = operands(length, planes, lanes, torch.float32, device)
-    want = linear_scan(c.double(), x.double(), reverse, torch.float64)
+    want = scan(c.double(), x.double(), reverse, torch.float64)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(reverse, torch.float32)(c, x)
     assert relative_error(got, want) < 1e-6
@@ -45,14 +50,14 @@ def test_rows(many, device, monkeypatch):
     c, x = operands(1100, 3, 1, torch.float32, device)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(False, torch.float32)(c, x)
-    assert relative_error(got, linear_scan(c.double(), x.double(), False, torch.float64)) < 1e-6
+    assert relative_error(got, scan(c.double(), x.double(), False, torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_are_rounded_once(dtype, device):
     c, x = operands(300, 1, 20, dtype, device)
-    want = linear_scan(c.double(), x.double(), True, torch.float64)
+    want = scan(c.double(), x.double(), True, torch.float64)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(True, dtype)(c, x)
     assert got.dtype == dtype
@@ -65,13 +70,13 @@ def test_dynamic_lengths(device):
     with contextlib.nullcontext() if device in ("cuda", "cpu") else triton_on_cpu():
         for length in (30, 300, 7):
             c, x = operands(length, 2, 20, torch.float32, device)
-            assert relative_error(run(c, x), linear_scan(c.double(), x.double(), False, torch.float64)) < 1e-6
+            assert relative_error(run(c, x), scan(c.double(), x.double(), False, torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_any_memory_order(order, device):
-    """Strided operands; the result lies as the inputs do."""
+    """Strided operands."""
     c, x = (
         t.permute(order).contiguous().permute([order.index(d) for d in range(3)])
         for t in operands(70, 3, 17, torch.float32, device)
@@ -79,8 +84,20 @@ def test_any_memory_order(order, device):
     c = torch.cat([c, c], 1)[:, ::2][:, :69]
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(True, torch.float32)(c, x)
-    assert relative_error(got, linear_scan(c.double(), x.double(), True, torch.float64)) < 1e-6
-    assert got.stride() == x.stride()
+    assert relative_error(got, scan(c.double(), x.double(), True, torch.float64)) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "shape, dim", [((2, 3, 70, 4, 5), 2), ((6, 70, 20), 1), ((3, 2, 70, 20), 2), ((6, 70, 5, 2, 2), 1)], ids=str
+)
+def test_into_more_dims(shape, dim, device):
+    c, x = operands(70, 6, 20, torch.float32, device)
+    into = lambda c, x: linear_scan(c, x, list(shape), dim, False, torch.float32)  # noqa: E731
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got = torch.compile(into, backend="gradfuse", fullgraph=True)(c, x)
+    assert got.shape == shape and got.is_contiguous()
+    assert relative_error(got, scan(c.double(), x.double(), False, torch.float64).reshape(shape)) < 1e-6
 
 
 @INTERPRETED
@@ -88,7 +105,7 @@ def test_any_memory_order(order, device):
 def test_emitted_kernel(lanes):
     from torch._inductor.utils import run_and_get_code
 
-    run = torch.compile(lambda c, x: linear_scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
+    run = torch.compile(lambda c, x: scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
     with triton_on_cpu():
         _, (code,) = run_and_get_code(run, *operands(300, 2, lanes, torch.float32, "cpu"))
     (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)

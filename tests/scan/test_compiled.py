@@ -148,8 +148,7 @@ def stores(combine, xs, dim):
         y = run(*xs)
         y.backward(torch.rand_like(y))
 
-    with triton_on_cpu():
-        _, codes = run_and_get_code(step)
+    _, codes = run_and_get_code(step)
     return [[kernel.count("tl.store(") for kernel in kernels_of(code)] for code in codes]
 
 
@@ -158,23 +157,21 @@ def rooted(a1, x1, a2, x2):
     return a1 * a2, x1 * a2 + x2.sqrt()
 
 
-@INTERPRETED
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_one_kernel_forward_and_two_backward(dim):
+def test_one_kernel_forward_and_two_backward(dim, device):
     """Each stores once what it is for: the state; its gradient through all that follows; the gradients of the operands."""
-    xs = [torch.rand(4, 5, 6, requires_grad=True) for _ in range(2)]
+    xs = [torch.rand(4, 5, 6, device=device, requires_grad=True) for _ in range(2)]
     assert stores(gated, xs, dim) == [[1], [1, 2]]
 
 
-@INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("combine", [gated, rooted])
-def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, monkeypatch):
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("combine", [gated, pytest.param(rooted, marks=pytest.mark.slow)])
+def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device, monkeypatch):
     """Its backward stores the gradients of both operands; nothing is copied from one memory order to another."""
     for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
         monkeypatch.setattr(linear_scan_module, name, 1)
-    xs = [torch.rand(4, 16, 20, dtype=dtype).requires_grad_() for _ in range(2)]
+    xs = [torch.rand(6, 3, 16, 20, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
 
 
@@ -186,8 +183,8 @@ def check_end(dim, xs, y, weight, got, bound):
     """``y`` and the gradients of the gated recurrence along ``dim``, those of its last 600 elements that do not see what
     comes before: against the op's eager loop in float64."""
     a, x, weight = (t.detach().double().movedim(dim, 0).flatten(1)[-600 - SETTLING :].T[..., None] for t in (*xs, weight))
-    want = linear_scan(a[:, 1:], x, False, torch.float64)
-    of_state = linear_scan(a[:, 1:], weight, True, torch.float64)
+    want = linear_scan(a[:, 1:], x, list(x.shape), 1, False, torch.float64)
+    of_state = linear_scan(a[:, 1:], weight, list(x.shape), 1, True, torch.float64)
     of_gate = torch.cat([torch.zeros_like(want[:, :1]), of_state[:, 1:] * want[:, :-1]], 1)
     settled = slice(None) if xs[0].shape[dim] == a.shape[1] else slice(SETTLING, None)
     for found, exact in zip((y, *got), (want, of_gate, of_state), strict=True):

@@ -262,9 +262,9 @@ def test_many_lanes_take_the_linear_scan(graph, dtype):
     combine = torch.fx.symbolic_trace(gated) if graph else gated
     calls = []
 
-    def counting(coefficients, inputs, reverse, kind):
-        calls.append(reverse)
-        return linear_scan(coefficients, inputs, reverse, kind)
+    def counting(*operands):
+        calls.append(operands[4])
+        return linear_scan(*operands)
 
     with (
         mock.patch.object(scan_module, "suits", lambda x: True),
