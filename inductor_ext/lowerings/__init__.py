@@ -21,6 +21,7 @@ from . import (
     linear_scan,
     mlstm,
     place_rows,
+    scan_backward,
     segment_sum,
 )
 from .templates import TEMPLATE_DIR
@@ -41,6 +42,7 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         torch.ops.gradfuse.gather_sum.default: gather_sum.lower,
         torch.ops.gradfuse.linear_scan.default: linear_scan.lower,
         torch.ops.gradfuse.place_rows.default: place_rows.lower,
+        torch.ops.gradfuse.scan_backward.default: scan_backward.lower,
         torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
     }
     if own.enabled("mlstm"):

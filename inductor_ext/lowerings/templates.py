@@ -28,16 +28,20 @@ def run(
     mutated: list[Any],
     layout: Any,
     call_sizes: Sequence[Any],
+    subgraphs: Sequence[Any] = (),
     **options: Any,
 ) -> Any:
-    """The output of a template without subgraphs: the fastest of ``configs`` beside the ``options`` that all share."""
+    """The output of a template: the fastest of ``configs`` beside the ``options`` that all share.
+
+    subgraphs: what the template inlines, of its own tiles alone.
+    """
     choices: list[Any] = []
     for config in configs:
         template.maybe_append_choice(
             choices=choices,
             input_nodes=inputs,
             layout=layout,
-            subgraphs=[],
+            subgraphs=list(subgraphs),
             mutated_inputs=mutated,
             call_sizes=call_sizes,
             **options,

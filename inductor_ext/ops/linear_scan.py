@@ -56,21 +56,14 @@ def suits(x: Tensor) -> bool:
 
 def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
-    split = _innermost_lanes(inputs)
-
-    def planes(x: Tensor) -> Tensor:
-        """[P, T, L]: the dims before and behind ``split`` as one each."""
-        times, *rest = x.shape
-        before, behind = (math.prod(rest[part]) for part in (slice(split - 1), slice(split - 1, None)))
-        return x.reshape(times, before, behind).transpose(0, 1)
-
+    split = innermost_lanes(inputs)
     times, *rest = inputs.shape
     shape = [*rest[: split - 1], times, *rest[split - 1 :]]
-    result = linear_scan(planes(coefficients), planes(inputs), shape, split - 1, reverse, dtype)
+    result = linear_scan(planes(coefficients, split), planes(inputs, split), shape, split - 1, reverse, dtype)
     return result.movedim(split - 1, 0)
 
 
-def _innermost_lanes(x: Tensor) -> int:
+def innermost_lanes(x: Tensor) -> int:
     """The first of the dims of ``x`` [T, ...] that lie within one time; their number where time is innermost."""
     split = x.dim()
     if x.stride(0) != 1:
@@ -78,3 +71,10 @@ def _innermost_lanes(x: Tensor) -> int:
         while split > 1 and x.stride(split - 1) == x.stride(split) * x.shape[split]:
             split -= 1
     return split
+
+
+def planes(x: Tensor, split: int) -> Tensor:
+    """``x`` [T, ...] as [P, T, L]: the dims before and from ``split`` on as one each."""
+    times, *rest = x.shape
+    before, behind = (math.prod(rest[part]) for part in (slice(split - 1), slice(split - 1, None)))
+    return x.reshape(times, before, behind).transpose(0, 1)

@@ -13,6 +13,7 @@ never concatenated.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.recurrences import gated, reads
+from . import scan_backward
 from .associative import associative, backwards, cast, first_of_all, in_memory_order, padded
 from .linear_scan import scanned, suits
 
@@ -119,7 +121,12 @@ def scan_gradients(
             now[i].requires_grad_()
         after = torch.utils._pytree.tree_leaves(combine(*before, *now))
         jacobian = _jacobian(after, before, floating)
-        adjoint = _adjoint(jacobian, grads)
+        groups = _groups(_reached(jacobian, grads), jacobian)
+        if any(len(group) > 1 for group in groups) and scan_backward.suits(xs):
+            product = scan_backward.product(combine, len(xs), sorted(itertools.chain(*groups)))
+            if product is not None:
+                return scan_backward.gradients(product, ys, xs, grads)
+        adjoint = _adjoint(jacobian, groups, grads)
         through = [i for i in adjoint if after[i].requires_grad]
         outgoing = {i: adjoint[i][1:].to(after[i].dtype) for i in through}
         parts = torch.autograd.grad(
@@ -169,14 +176,19 @@ def _sum(b1: Tensor, b2: Tensor) -> tuple[Tensor]:
     return (b1 + b2,)
 
 
-def _adjoint(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """lambda [T, ...] of every leaf that has one, in fp32 at least."""
+def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
+    """The leaves that have a lambda."""
     reached = {i for i, g in enumerate(grads) if g is not None}
     while more := {j for i, j in jacobian if i in reached} - reached:
         reached |= more
+    return reached
+
+
+def _adjoint(jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """lambda [T, ...] of every leaf of ``groups``, in fp32 at least."""
     (some, *_) = (g for g in grads if g is not None)
     found: dict[int, Tensor] = {}
-    for group in _groups(reached, jacobian):
+    for group in groups:
         wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
         if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
             (i,) = group

@@ -14,10 +14,23 @@ from tests.emitted import kernels_of
 from tests.flex.case import relative_error
 from tests.interpreter import INTERPRETED, triton_on_cpu
 
-from .test_scan import COMBINES, decayed, gated, gradients, leaves, loop, total
+from .test_scan import (
+    COMBINES,
+    complex_product,
+    decayed,
+    gated,
+    gradients,
+    leaves,
+    log_space,
+    loop,
+    matrix_product,
+    total,
+    upper_triangular,
+)
 
 associative_module = importlib.import_module("inductor_ext.ops.associative")
 linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
+scan_backward_module = importlib.import_module("inductor_ext.ops.scan_backward")
 
 #: On every torch: what Dynamo, AOTAutograd and stock's code generation make of a scan differs between them.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -173,6 +186,24 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
         monkeypatch.setattr(linear_scan_module, name, 1)
     xs = [torch.rand(6, 3, 16, 20, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [matrix_product, log_space, *(pytest.param(c, marks=pytest.mark.slow) for c in (complex_product, upper_triangular))],
+    ids=lambda f: f.__name__,
+)
+def test_leaves_that_mix_over_many_lanes(combine, device, monkeypatch):
+    monkeypatch.setattr(scan_backward_module, "FEWEST_LANES", 1)
+    xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
+    check(combine, xs, compiled(combine)(*xs), range(len(xs)))
+
+
+def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
+    """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
+    monkeypatch.setattr(scan_backward_module, "FEWEST_LANES", 1)
+    xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
+    assert stores(matrix_product, xs, 1) == [[2], [4]]
 
 
 #: As many elements of a settled recurrence of 0.9 at most are exact to 1e-13 whatever comes before them.

@@ -1,0 +1,73 @@
+"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``; on CPU tensors the op's loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..compat import SymbolicGridFn, V
+from ..ops.scan_backward import function_of, scan_backward
+from .subgraphs import inline
+from .templates import load, run
+
+#: Lanes of a program, times whose loads are issued together, and how many such groups are in flight (benchmarks/NOTES.md).
+TILE = {"BLOCK_L": 64, "UNROLL": 4, "STAGES": 4, "num_warps": 2, "num_stages": 1}
+
+
+@SymbolicGridFn
+def _grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
+
+
+_template = compat.make_template("gradfuse_scan_backward", _grid, load("scan_backward"))
+
+
+def lower(
+    ys: Sequence[Any],
+    xs: Sequence[Any],
+    grads: Sequence[Any],
+    given: Sequence[int],
+    source: str,
+    reached: Sequence[int],
+    carried: Sequence[int],
+    driven: Sequence[int],
+) -> Any:
+    """The replacement of the op; its operands and results are those of ``ops.scan_backward.scan_backward``."""
+    device = xs[0].get_device()
+    if device.type == "cpu" and not compat.uses_triton_on_cpu():
+        return compat.fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven)
+    inputs = compat.realize([*ys, *xs, *grads])
+    layouts = [compat.node_layout(i) for i in range(len(xs))]
+    stored = [compat.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
+    planes, _, lanes = xs[0].get_size()
+    operands = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
+    last = run(
+        _template,
+        [TILE],
+        [*inputs, *stored],
+        stored,
+        layouts[-1],
+        [planes, lanes],
+        subgraphs=_products(source, operands, device),
+        NUM_READ=len(ys),
+        NUM_LEAVES=len(xs),
+        GIVEN=_bits(given),
+        REACHED=_bits(reached),
+        CARRIED=_bits(carried),
+        DRIVEN=_bits(driven),
+    )
+    return [*stored, last]
+
+
+def _bits(leaves: Sequence[int]) -> int:
+    return sum(1 << i for i in leaves)
+
+
+def _products(source: str, operands: Sequence[str], device: torch.device) -> list[Any]:
+    """The outputs of a ``Product`` as subgraphs of the tiles ``operands``."""
+    with V.fake_mode:
+        module = compat.trace(function_of(source, device), [torch.empty((), device=device) for _ in operands])
+    return inline(module, [compat.input_buffer(name, torch.float32, device) for name in operands], [])

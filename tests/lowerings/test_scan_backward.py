@@ -1,0 +1,108 @@
+"""The lowering of scan_backward: the emitted kernel, and the op's eager loop, against autograd of a loop in float64."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from tests import snapshots
+from tests.emitted import body, kernels_of
+from tests.flex.case import relative_error
+from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+from tests.scan.test_scan import affine_pairs, complex_product, log_space, loop, matrix_product
+
+# The package shows other ops under the modules' names.
+scan_backward = importlib.import_module("inductor_ext.ops.scan_backward")
+
+LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
+
+
+class Problem:
+    """A scan [T, ...], with time at ``dim`` in memory, and gradients of the leaves ``used`` of it."""
+
+    def __init__(self, combine, shape, used, dtype=torch.float32, dim=0, device="cpu"):
+        generator = torch.Generator().manual_seed(0)
+
+        def rounded(x):
+            return x.to("cuda" if device == "cuda" else "cpu", dtype).movedim(0, dim).contiguous().movedim(dim, 0)
+
+        count = LEAVES[combine]
+        self.combine, self.used, self.count, self.device = combine, used, count, device
+        self.xs = [rounded(0.3 + 0.4 * torch.rand(shape, generator=generator)) for _ in range(count)]
+        self.exact = [x.double().requires_grad_() for x in self.xs]
+        self.exact_ys = loop(combine, self.exact)
+        self.ys = [rounded(y.detach()) for y in self.exact_ys]
+        self.grads = [rounded(torch.randn(shape, generator=generator)) for _ in used]
+
+    def run(self):
+        product = scan_backward.product(self.combine, self.count, range(self.count))
+
+        def gradients(xs, ys, grads):
+            given = dict(zip(self.used, grads, strict=True))
+            return scan_backward.gradients(product, ys, xs, [given.get(i) for i in range(self.count)])
+
+        return torch.compile(gradients, backend="gradfuse", fullgraph=True)
+
+    def errors(self, run):
+        with triton_on_cpu() if self.device == "interpreter" else contextlib.nullcontext():
+            got = run(self.xs, self.ys, self.grads)
+        outputs = [self.exact_ys[i] for i in self.used]
+        want = torch.autograd.grad(outputs, self.exact, [g.double() for g in self.grads], allow_unused=True)
+        assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got, self.xs, strict=True))
+        assert all(w is not None or not g.any() for g, w in zip(got, want, strict=True))
+        return [relative_error(g, w) for g, w in zip(got, want, strict=True) if w is not None]
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize(
+    "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]
+)
+def test_against_autograd(combine, used, device):
+    problem = Problem(combine, (37, 2, 70), used, device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [1, 2, 4, 9])
+def test_lengths(length, device):
+    problem = Problem(matrix_product, (length, 130), (1, 2), device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_any_memory_order(dim, device):
+    problem = Problem(affine_pairs, (13, 5, 40), (1, 2), dim=dim, device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_is_rounded_once(device):
+    """Beside the rounding of what was saved of the scan."""
+    problem = Problem(complex_product, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
+    assert max(problem.errors(problem.run())) < 6e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_lengths(device):
+    """Found out to be dynamic by the second."""
+    run = Problem(complex_product, (5, 70), (0, 1)).run()
+    for length in (9, 30, 7):
+        assert max(Problem(complex_product, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
+
+
+def test_a_graph_with_tensors_of_its_own_is_left():
+    table = torch.rand(3)
+    assert scan_backward.product(lambda x1, x2: (x1 * x2 * table[0],), 1, [0]) is None
+
+
+@INTERPRETED
+def test_emitted_kernel():
+    """Only those leaves of the scan are read that the product needs."""
+    problem = Problem(matrix_product, (37, 2, 70), (3,), device="interpreter")
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(problem.run(), problem.xs, problem.ys, problem.grads)
+    (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
+    snapshots.check(__file__, "scan_backward", body(kernel))
