@@ -87,6 +87,7 @@ def cases(only: list[str]) -> Iterator[Case]:
         ("gated-dim2-bf16", gated, 2, last_dim, 2, torch.bfloat16),
         ("gated-long", gated, 2, few, 2, torch.float32),
         ("matrices-dim1", matrices, 4, (8, 1024, 512), 1, torch.float32),
+        ("matrices-dim1-bf16", matrices, 4, (8, 1024, 512), 1, torch.bfloat16),
         ("complex-matrices-dim1", complex_matrices, 8, (8, 1024, 512), 1, torch.float32),
         *((f"gated-length-{n}", gated, 2, (8, n, 512), 1, torch.float32) for n in LENGTHS if n != wide[1]),
     ]

@@ -13,8 +13,15 @@ from ..ops.scan_backward import function_of, scan_backward
 from .subgraphs import inline
 from .templates import load, run
 
-#: Lanes of a program, times whose loads are issued together, and how many such groups are in flight (benchmarks/NOTES.md).
-TILE = {"BLOCK_L": 64, "UNROLL": 4, "STAGES": 4, "num_warps": 2, "num_stages": 1}
+#: Times whose loads are issued together, and how many such groups are in flight (benchmarks/NOTES.md).
+UNROLL, STAGES = 4, 4
+#: Lanes of a program and its warps, by the size of an element in bytes: a thread copies 4 bytes ahead, or none.
+LANES = {4: (64, 2), 2: (64, 1)}
+
+
+def _tile(itemsize: int) -> dict[str, Any]:
+    lanes, num_warps = LANES[itemsize]
+    return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": STAGES, "num_warps": num_warps, "num_stages": 1}
 
 
 @SymbolicGridFn
@@ -46,7 +53,7 @@ def lower(
     operands = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     last = run(
         _template,
-        [TILE],
+        [_tile(min(x.dtype.itemsize for x in layouts))],
         [*inputs, *stored],
         stored,
         layouts[-1],

@@ -20,6 +20,9 @@ from .linear_scan import innermost_lanes, planes
 
 #: Fewer lanes do not fill a GPU: a thread owns one, for all time.
 FEWEST_LANES = 2048
+#: Lanes that lie next to each other in memory, at least.
+FEWEST_NEIGHBOURS = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,15 @@ def _(
 
 
 def suits(xs: Sequence[Tensor]) -> bool:
-    """Whether the op's kernel is the way to differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves mix."""
-    if not (xs[0].is_cuda or uses_triton_on_cpu()):
+    """Whether the op's kernel is the way to differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves mix.
+
+    Along the innermost dim it is not: neighbours in memory would be one thread's, one after the other.
+    """
+    if not (xs[0].is_cuda or uses_triton_on_cpu()) or any(x.dtype not in DTYPES for x in xs):
         return False
-    taken = (torch.float32, torch.bfloat16, torch.float16)
-    return all(x.dtype in taken for x in xs) and xs[0][0].numel() >= FEWEST_LANES
+    if any(x.stride(0) == 1 or x.stride(-1) not in (0, 1) for x in xs):
+        return False
+    return xs[0].shape[-1] >= FEWEST_NEIGHBOURS and xs[0][0].numel() >= FEWEST_LANES
 
 
 def gradients(found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -194,14 +194,16 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     ids=lambda f: f.__name__,
 )
 def test_leaves_that_mix_over_many_lanes(combine, device, monkeypatch):
-    monkeypatch.setattr(scan_backward_module, "FEWEST_LANES", 1)
+    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(scan_backward_module, name, 1)
     xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
     check(combine, xs, compiled(combine)(*xs), range(len(xs)))
 
 
 def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
     """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
-    monkeypatch.setattr(scan_backward_module, "FEWEST_LANES", 1)
+    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(scan_backward_module, name, 1)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
     assert stores(matrix_product, xs, 1) == [[2], [4]]
 
