@@ -149,15 +149,17 @@ def mlstm_table() -> str:
         if "refused" in r or r["peer"] == "gradfuse, plain form":
             continue
         times = f"{both_times(r, 'forward')} | {both_times(r, 'backward')}"
-        lines.append(f"| {r['case']} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
+        case = f"{r['case']} ({r['date']})" if "date" in r else r["case"]
+        lines.append(f"| {case} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
     return "\n".join(lines)
 
 
 def scan_table() -> str:
     result = load("scan")
     lines = [
-        f"{provenance(result)} The gated recurrence `(a1 a2, x1 a2 + x2)`, its second leaf returned; milliseconds, median "
-        "of `do_bench`, in brackets the time that the GPU is busy; the error is the largest of output and gradients.",
+        f"{provenance(result)} The gated recurrence `(a1 a2, x1 a2 + x2)` and products of 2 x 2 matrices, real (4 leaves) "
+        "and complex (8), their last leaf returned; milliseconds, median of `do_bench`, in brackets the time that the GPU "
+        "is busy; the error is the largest of output and gradients against float64 (1 is a gradient of zeros).",
         "",
         "| case | shape, dim | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|---|",
@@ -184,6 +186,20 @@ def mlstm_plot(path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("forward + backward, ms")
+    save(figure, axes, path)
+
+
+def scan_plot(path: Path) -> None:
+    """Kernel time of the gated recurrence's backward by length, along dim 1 of [8, length, 512] fp32."""
+    rows = [r for r in load("scan")["rows"] if r["leaves"] == 2 and r["dim"] == 1 and r["dtype"] == "float32"]
+    figure, axes = new_figure()
+    for peer, colour in {"stock": "#b0b0b0", "stock, generic": "#e0a030", "gradfuse": "#2a6fdb"}.items():
+        own = sorted((r["shape"][1], r["backward_kernels_ms"]) for r in rows if r["peer"] == peer)
+        axes.plot(*zip(*own, strict=True), marker="o", label=peer, color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("length")
+    axes.set_ylabel("backward, ms")
     save(figure, axes, path)
 
 
@@ -294,6 +310,7 @@ def main() -> None:
     flex_plot(RESULTS / "flex.svg")
     moe_plot(RESULTS / "moe.svg")
     mlstm_plot(RESULTS / "mlstm.svg")
+    scan_plot(RESULTS / "scan.svg")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,19 @@ from ..ops.scan_backward import function_of, scan_backward
 from .subgraphs import inline
 from .templates import load, run
 
-#: Times whose loads are issued together, and how many such groups are in flight (benchmarks/NOTES.md).
+#: Times whose loads are issued together, and how many such groups are in flight at most (benchmarks/NOTES.md).
 UNROLL, STAGES = 4, 4
 #: Lanes of a program and its warps, by the size of an element in bytes: a thread copies 4 bytes ahead, or none.
 LANES = {4: (64, 2), 2: (64, 1)}
+#: Bytes of shared memory that groups in flight may take.
+AHEAD = 2**16
 
 
-def _tile(itemsize: int) -> dict[str, Any]:
+def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     lanes, num_warps = LANES[itemsize]
-    return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": STAGES, "num_warps": num_warps, "num_stages": 1}
+    group = loads * UNROLL * lanes * 4
+    stages = max(1, min(STAGES, AHEAD // group))
+    return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
 @SymbolicGridFn
@@ -53,7 +57,7 @@ def lower(
     operands = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     last = run(
         _template,
-        [_tile(min(x.dtype.itemsize for x in layouts))],
+        [_tile(min(x.dtype.itemsize for x in layouts), len(inputs))],
         [*inputs, *stored],
         stored,
         layouts[-1],

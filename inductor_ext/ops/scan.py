@@ -8,7 +8,7 @@ With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, 
 a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
 that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
 scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
-never concatenated.
+never concatenated. A group of one leaf over many lanes is ``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.lowerings import linear_scan as linear_scan_lowering
 from inductor_ext.ops.linear_scan import linear_scan
@@ -100,13 +101,16 @@ def test_into_more_dims(shape, dim, device):
     assert relative_error(got, scan(c.double(), x.double(), False, torch.float64).reshape(shape)) < 1e-6
 
 
+def emitted(lanes, dtype=torch.float32):
+    """The source of the kernel that scans backwards."""
+    run = torch.compile(lambda c, x: scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(run, *operands(300, 2, lanes, dtype, "cpu"))
+    (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
+    return kernel
+
+
 @INTERPRETED
 @pytest.mark.parametrize("lanes", [20, 1])
 def test_emitted_kernel(lanes):
-    from torch._inductor.utils import run_and_get_code
-
-    run = torch.compile(lambda c, x: scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
-    with triton_on_cpu():
-        _, (code,) = run_and_get_code(run, *operands(300, 2, lanes, torch.float32, "cpu"))
-    (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
-    snapshots.check(__file__, "linear_scan" if lanes > 1 else "linear_scan_rows", body(kernel))
+    snapshots.check(__file__, "linear_scan" if lanes > 1 else "linear_scan_rows", body(emitted(lanes)))

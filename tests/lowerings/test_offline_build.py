@@ -20,6 +20,7 @@ from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
 from tests.emitted import segment_kernels, signature
 from tests.mlstm.test_compiled import emitted
 
+from . import test_linear_scan, test_scan_backward
 from .attention_kernels import ATTENTIONS, sources
 
 pytestmark = [
@@ -166,6 +167,29 @@ def test_sorted_segments_build_without_spills(arch, tmp_path):
         folder.mkdir()
         _, cubin = build(folder, source, arch, num_warps, 1)
         assert local_memory_bytes(cubin) == 0
+
+
+SCANS = {
+    "lanes": lambda dtype: test_linear_scan.emitted(20, dtype),
+    "rows": lambda dtype: test_linear_scan.emitted(1, dtype),
+    "backward": lambda dtype: test_scan_backward.emitted(test_scan_backward.matrix_product, dtype),
+}
+#: Bytes of stack a thread: the tile was the fastest all the same.
+SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
+
+
+@pytest.mark.parametrize(
+    "name, dtype, arch",
+    builds(
+        [(name, dtype) for name in SCANS for dtype in (torch.float32, torch.bfloat16)],
+        {("lanes", torch.float32, 90), ("backward", torch.float32, 90)},
+    ),
+)
+def test_scans_build_without_spills(name, dtype, arch, tmp_path):
+    source = SCANS[name](dtype)
+    num_warps = int(re.search(r"num_warps=(\d+)", source).group(1))
+    _, cubin = build(tmp_path, source, arch, num_warps, 1)
+    assert local_memory_bytes(cubin) <= SCAN_SPILLS.get((name, dtype, arch), 0)
 
 
 #: Bytes of stack a thread by (width, dtype, arch, direction): what no tile that was tried avoids.

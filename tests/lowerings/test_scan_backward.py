@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from inductor_ext.lowerings import scan_backward as lowering
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
@@ -98,11 +99,20 @@ def test_a_graph_with_tensors_of_its_own_is_left():
     assert scan_backward.product(lambda x1, x2: (x1 * x2 * table[0],), 1, [0]) is None
 
 
-@INTERPRETED
-def test_emitted_kernel():
-    """Only those leaves of the scan are read that the product needs."""
-    problem = Problem(matrix_product, (37, 2, 70), (3,), device="interpreter")
+def emitted(combine, dtype=torch.float32):
+    """The source of the kernel for the gradient of the last leaf."""
+    problem = Problem(combine, (9, 2, 70), (LEAVES[combine] - 1,), dtype, device="interpreter")
     with triton_on_cpu():
         _, (code,) = run_and_get_code(problem.run(), problem.xs, problem.ys, problem.grads)
     (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
-    snapshots.check(__file__, "scan_backward", body(kernel))
+    return kernel
+
+
+@INTERPRETED
+def test_emitted_kernel():
+    snapshots.check(__file__, "scan_backward", body(emitted(matrix_product)))
+
+
+def test_fewer_loads_ahead_of_many_leaves():
+    stages = [lowering._tile(4, loads)["STAGES"] for loads in (7, 16, 24, 40, 200)]
+    assert stages == [4, 4, 2, 1, 1]
