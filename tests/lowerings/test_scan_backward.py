@@ -37,20 +37,25 @@ class Problem:
         self.ys = [rounded(y.detach()) for y in self.exact_ys]
         self.grads = [rounded(torch.randn(shape, generator=generator)) for _ in used]
 
-    def run(self):
+    def gradients(self):
         product = scan_backward.product(self.combine, self.count, range(self.count))
 
         def gradients(xs, ys, grads):
             given = dict(zip(self.used, grads, strict=True))
             return scan_backward.gradients(product, ys, xs, [given.get(i) for i in range(self.count)])
 
-        return torch.compile(gradients, backend="gradfuse", fullgraph=True)
+        return gradients
+
+    def run(self):
+        return torch.compile(self.gradients(), backend="gradfuse", fullgraph=True)
 
     def errors(self, run):
         with triton_on_cpu() if self.device == "interpreter" else contextlib.nullcontext():
             got = run(self.xs, self.ys, self.grads)
         outputs = [self.exact_ys[i] for i in self.used]
-        want = torch.autograd.grad(outputs, self.exact, [g.double() for g in self.grads], allow_unused=True)
+        want = torch.autograd.grad(
+            outputs, self.exact, [g.double() for g in self.grads], retain_graph=True, allow_unused=True
+        )
         assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got, self.xs, strict=True))
         assert all(w is not None or not g.any() for g, w in zip(got, want, strict=True))
         return [relative_error(g, w) for g, w in zip(got, want, strict=True) if w is not None]
@@ -75,15 +80,16 @@ def test_lengths(length, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_memory_order(dim, device):
-    problem = Problem(affine_pairs, (13, 5, 40), (1, 2), dim=dim, device=device)
+    problem = Problem(affine_pairs, (9, 3, 20), (1, 2), dim=dim, device=device)
     assert max(problem.errors(problem.run())) < 2e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_half_precision_is_rounded_once(device):
-    """Beside the rounding of what was saved of the scan."""
+    """No worse than the op's loop in fp32."""
     problem = Problem(complex_product, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
-    assert max(problem.errors(problem.run())) < 6e-3
+    eager = problem.errors(problem.gradients())
+    assert all(error <= 1.2 * rounded for error, rounded in zip(problem.errors(problem.run()), eager, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -119,12 +119,22 @@ def test_leaves_of_several_shapes(device):
     check(gated, xs, compiled(gated)(*xs), (0, 1))
 
 
-def test_captured_tensors(device):
+def spun(r1, i1, r2, i2, rate):
+    """A product of complex numbers and of a real one."""
+    return rate * (r1 * r2 - i1 * i2), rate * (r1 * i2 + i1 * r2)
+
+
+@pytest.mark.parametrize("combine, fewest", [(decayed, None), (spun, 1)], ids=["apart", "mixed"])
+def test_captured_tensors(combine, fewest, device, monkeypatch):
+    """Of leaves that do not mix, and of some that do, over many lanes."""
+    if fewest is not None:
+        for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
+            monkeypatch.setattr(scan_backward_module, name, fewest)
     xs = leaves("ff", 97, torch.float32, device)
     rate = (0.5 + 0.4 * torch.rand(3, 2, device=device)).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
-    y = compiled(lambda *operands: decayed(*operands, rate))(*xs)[1]
-    exactly = loop(lambda *operands: decayed(*operands, exact[2]), exact[:2])[1]
+    y = compiled(lambda *operands: combine(*operands, rate))(*xs)[1]
+    exactly = loop(lambda *operands: combine(*operands, exact[2]), exact[:2])[1]
     weight = torch.randn_like(y)
     got = torch.autograd.grad(y, [*xs, rate], weight)
     want = torch.autograd.grad(exactly, exact, weight.double())
@@ -184,7 +194,7 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     """Its backward stores the gradients of both operands; nothing is copied from one memory order to another."""
     for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
         monkeypatch.setattr(linear_scan_module, name, 1)
-    xs = [torch.rand(6, 3, 16, 20, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
+    xs = [torch.rand(3, 4, 3, 5, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
 
 
@@ -212,17 +222,25 @@ def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
 SETTLING = 300
 
 
-def check_end(dim, xs, y, weight, got, bound):
+def recurrence(a, x, weight, saved):
+    """y, and the gradients of a and x, of the gated recurrence [P, T, 1], in the dtype of the operands, by the op's eager
+    loop; ``saved`` is what the backward sees of y."""
+    y = linear_scan(a[:, 1:], x, list(x.shape), 1, False, a.dtype)
+    of_state = linear_scan(a[:, 1:], weight, list(x.shape), 1, True, a.dtype)
+    return y, torch.cat([torch.zeros_like(y[:, :1]), of_state[:, 1:] * saved(y)[:, :-1]], 1), of_state
+
+
+def check_end(dim, xs, y, weight, got):
     """``y`` and the gradients of the gated recurrence along ``dim``, those of its last 600 elements that do not see what
-    comes before: against the op's eager loop in float64."""
-    a, x, weight = (t.detach().double().movedim(dim, 0).flatten(1)[-600 - SETTLING :].T[..., None] for t in (*xs, weight))
-    want = linear_scan(a[:, 1:], x, list(x.shape), 1, False, torch.float64)
-    of_state = linear_scan(a[:, 1:], weight, list(x.shape), 1, True, torch.float64)
-    of_gate = torch.cat([torch.zeros_like(want[:, :1]), of_state[:, 1:] * want[:, :-1]], 1)
-    settled = slice(None) if xs[0].shape[dim] == a.shape[1] else slice(SETTLING, None)
-    for found, exact in zip((y, *got), (want, of_gate, of_state), strict=True):
-        found = found.movedim(dim, 0).flatten(1)[-a.shape[1] :].T[..., None]
-        assert relative_error(found[:, settled], exact[:, settled]) < bound
+    comes before, against float64; half precision is no worse than the formula in fp32, rounded once."""
+    dtype, rows = y.dtype, lambda t: t.detach().movedim(dim, 0).flatten(1)[-600 - SETTLING :].T[..., None]
+    operands = [rows(t) for t in (*xs, weight)]
+    wants = recurrence(*(t.double() for t in operands), saved=lambda y: y)
+    formula = recurrence(*(t.float() for t in operands), saved=lambda y: y.to(dtype).float())
+    settled = slice(None) if xs[0].shape[dim] == wants[0].shape[1] else slice(SETTLING, None)
+    for found, want, fp32 in zip((y, *got), wants, formula, strict=True):
+        error, rounded = (relative_error(t[:, settled], want[:, settled]) for t in (rows(found), fp32.to(dtype)))
+        assert error < (1e-6 if dtype is torch.float32 else 1.2 * rounded + 1e-12)
 
 
 @pytest.mark.gpu
@@ -242,7 +260,20 @@ def test_many_lanes(shape, dim, dtype):
     )
     xs = [a.requires_grad_(), x.requires_grad_()]
     y = compiled(gated, dim)(*xs)[1]
-    check_end(dim, xs, y, weight, torch.autograd.grad(y, xs, weight), 1e-6 if dtype is torch.float32 else 6e-3)
+    check_end(dim, xs, y, weight, torch.autograd.grad(y, xs, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_linear_recurrence(dim, dtype, device, monkeypatch):
+    for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(linear_scan_module, name, 1)
+    a, x, weight = (
+        t.to(dtype) for t in (0.5 + 0.4 * torch.rand(2, 12, 20, device=device), *torch.randn(2, 2, 12, 20, device=device))
+    )
+    xs = [a.requires_grad_(), x.requires_grad_()]
+    y = compiled(gated, dim)(*xs)[1]
+    check_end(dim, xs, y, weight, torch.autograd.grad(y, xs, weight))
 
 
 @pytest.mark.gpu
@@ -252,4 +283,4 @@ def test_few_long_rows(length):
     a = (0.8 + 0.1 * torch.rand(2, 3, length, device="cuda")).requires_grad_()
     x = torch.randn(2, 3, length, device="cuda", requires_grad=True)
     y, weight = compiled(gated, 2)(a, x)[1], torch.randn_like(x)
-    check_end(2, [a, x], y, weight, torch.autograd.grad(y, [a, x], weight), 1e-6)
+    check_end(2, [a, x], y, weight, torch.autograd.grad(y, [a, x], weight))
