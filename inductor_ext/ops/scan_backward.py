@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from ..compat import trace_apart, uses_triton_on_cpu
-from .linear_scan import innermost_lanes, planes
+from .linear_scan import FEWEST_NEIGHBOURS, innermost_lanes, planes
 
 #: Fewer lanes do not fill a GPU: a thread owns one, for all time.
 FEWEST_LANES = 2048
-#: Lanes that lie next to each other in memory, at least.
-FEWEST_NEIGHBOURS = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
