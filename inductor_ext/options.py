@@ -20,7 +20,7 @@ from . import compat
 PASSES: dict[str, str] = {
     "score_mods": "rewrite of score_mods that stock refuses (0-d captures, nested indexing, unused captures, ...)",
     "hoisting": "expressions of a score_mod that depend on less than a (query, key) pair, computed once as tables",
-    "scans": "associative_scan in pointwise mode: a gradient that is right, by one reverse scan",
+    "scans": "associative_scan in pointwise mode: a gradient that is right, in one pass back through time",
     "scatters": "scatter-adds (gradients of gathers): fp32 sums rounded once, no atomics where provable or slower",
     "gathers": "gathers that read a large tensor several times over: each row read once and stored to its places",
     "casts": "round trips of casts (bf16 -> f32 -> bf16) through ops that only move values, removed",
