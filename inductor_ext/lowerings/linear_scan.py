@@ -9,7 +9,7 @@ import torch
 
 from .. import compat
 from ..compat import SymbolicGridFn
-from ..ops.linear_scan import linear_scan
+from ..ops.linear_scan import accumulator, linear_scan
 from .templates import load, run
 
 
@@ -43,16 +43,15 @@ def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, revers
     """The replacement of the op; its operands and result are those of ``ops.linear_scan.linear_scan``."""
     if inputs.get_device().type == "cpu" and not compat.uses_triton_on_cpu():
         return compat.fallback(linear_scan)(coefficients, inputs, shape, dim, reverse, dtype)
-    dtypes = (coefficients.get_dtype(), inputs.get_dtype())
-    wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
-    coefficients, inputs = compat.realize([coefficients, inputs])
+    operands = [x for x in compat.realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
     options = {
+        "GATED": coefficients is not None,
         "REVERSE": reverse,
         "TIME_INNERMOST": sizes[2] == 1,
         "TIME_DIM": dim,
         "RANK": len(shape),
-        "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32",
+        "ACC_DTYPE": "tl.float64" if accumulator(coefficients, inputs) is torch.float64 else "tl.float32",
     }
-    tile = _choose(sizes, max(d.itemsize for d in dtypes))
-    return run(_template, [tile], [coefficients, inputs], [], compat.node_layout(), [sizes[0], sizes[2]], **options)
+    tile = _choose(sizes, max(x.get_dtype().itemsize for x in operands))
+    return run(_template, [tile], operands, [], compat.node_layout(), [sizes[0], sizes[2]], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +17,37 @@ FEWEST_ROWS = 512
 FEWEST_NEIGHBOURS = 16
 
 
+def accumulator(coefficients: Any, inputs: Any) -> torch.dtype:
+    """The dtype that the op computes in, for tensors (or Inductor's) with a ``dtype``."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    return wide if coefficients is None else torch.promote_types(wide, coefficients.dtype)
+
+
 @torch.library.custom_op("gradfuse::linear_scan", mutates_args=())
 def linear_scan(
-    coefficients: Tensor, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype
+    coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype
 ) -> Tensor:
     """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
 
-    inputs [P, T, L], coefficients [P, T - 1, L], of floating dtypes. Computed in fp32 (float64 if one of them is) and
-    rounded to ``dtype``; the result is contiguous, of ``shape``: T at ``dim``, P and L in one dim or several before and
-    behind. So it has the dims of what uses it, and Inductor puts that into the same kernel.
+    inputs [P, T, L], coefficients [P, T - 1, L] (None for ones), of floating dtypes. Computed in fp32 (float64 if one of
+    them is) and rounded to ``dtype``; the result is contiguous, of ``shape``: T at ``dim``, P and L in one dim or several
+    before and behind. So it has the dims of what uses it, and Inductor puts that into the same kernel.
     """
-    wide = torch.promote_types(torch.promote_types(coefficients.dtype, inputs.dtype), torch.float32)
+    wide = accumulator(coefficients, inputs)
     out = torch.empty(inputs.shape, dtype=wide, device=inputs.device)
     steps = range(inputs.shape[1])
     before: int | None = None
     for t in reversed(steps) if reverse else steps:
         out[:, t] = inputs[:, t].to(wide)
         if before is not None:
-            out[:, t] += coefficients[:, t if reverse else before].to(wide) * out[:, before]
+            last = out[:, before]
+            out[:, t] += last if coefficients is None else coefficients[:, t if reverse else before].to(wide) * last
         before = t
     return out.to(dtype).reshape(shape)
 
 
 @linear_scan.register_fake
-def _(coefficients: Tensor, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype) -> Tensor:
+def _(coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype) -> Tensor:
     return inputs.new_empty(shape, dtype=dtype)
 
 
@@ -54,12 +62,13 @@ def suits(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS and x[0].numel() >= FEWEST_LANES
 
 
-def scanned(coefficients: Tensor, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+def scanned(coefficients: Tensor | None, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
     split = innermost_lanes(inputs)
+    factors = None if coefficients is None else planes(coefficients, split)
     times, *rest = inputs.shape
     shape = [*rest[: split - 1], times, *rest[split - 1 :]]
-    result = linear_scan(planes(coefficients, split), planes(inputs, split), shape, split - 1, reverse, dtype)
+    result = linear_scan(factors, planes(inputs, split), shape, split - 1, reverse, dtype)
     return result.movedim(split - 1, 0)
 
 

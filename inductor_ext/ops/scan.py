@@ -193,7 +193,8 @@ def _adjoint(jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tenso
         if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
             (i,) = group
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
-            found[i] = scanned(_column(jacobian[i, i], some), given, True, wide[i])
+            entry = jacobian[i, i]
+            found[i] = scanned(None if entry is _ONE else _column(entry, some), given, True, wide[i])
             continue
         b = [backwards((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
         places = _closed({(j, i) for i, j in jacobian if i in group and j in group})

@@ -43,6 +43,20 @@ def test_against_a_loop(length, planes, lanes, reverse, device):
     assert got.stride() == x.stride()
 
 
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lanes", [1, 20])
+def test_running_sums(lanes, reverse, device):
+    """Without coefficients."""
+    _, x = operands(300, 2, lanes, torch.float32, device)
+    run = torch.compile(lambda x: scan(None, x, reverse, torch.float32), backend="gradfuse", fullgraph=True)
+    with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        got = run(x)
+    exact = x.double()
+    want = exact.flip(1).cumsum(1).flip(1) if reverse else exact.cumsum(1)
+    assert relative_error(got, want) < 1e-6
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("many", [1, 1000])
 def test_rows(many, device, monkeypatch):

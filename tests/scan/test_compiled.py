@@ -162,8 +162,8 @@ def test_the_gradient_that_was_zero(dim, reverse, device):
         assert w.norm() > 0 and relative_error(forwards(g), w) < 1e-6
 
 
-def stores(combine, xs, dim):
-    """How many tensors each kernel of a step through the last leaf stores, forward and then backward."""
+def codes_of(combine, xs, dim):
+    """The kernels of a step through the last leaf, forward and then backward."""
 
     def step():
         torch._dynamo.reset()
@@ -172,7 +172,12 @@ def stores(combine, xs, dim):
         y.backward(torch.rand_like(y))
 
     _, codes = run_and_get_code(step)
-    return [[kernel.count("tl.store(") for kernel in kernels_of(code)] for code in codes]
+    return [kernels_of(code) for code in codes]
+
+
+def stores(combine, xs, dim):
+    """How many tensors each of those kernels stores."""
+    return [[kernel.count("tl.store(") for kernel in kernels] for kernels in codes_of(combine, xs, dim)]
 
 
 def rooted(a1, x1, a2, x2):
@@ -216,6 +221,15 @@ def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
         monkeypatch.setattr(scan_backward_module, name, 1)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
     assert stores(matrix_product, xs, 1) == [[2], [4]]
+
+
+def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):
+    for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(linear_scan_module, name, 1)
+    xs = [torch.rand(3, 4, 5, device=device).requires_grad_()]
+    check(total, xs, compiled(total)(*xs), (0,))
+    _, (backward,) = codes_of(total, xs, 1)
+    assert backward.count("tl.load(") == 1
 
 
 #: As many elements of a settled recurrence of 0.9 at most are exact to 1e-13 whatever comes before them.
