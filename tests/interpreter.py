@@ -91,6 +91,18 @@ def _rounding_to_nearest(convert_float):
     return convert
 
 
+def _true_or_false(create_splat):
+    """A condition that is spread over a tile stays one; the interpreter of Triton 3.9 makes integers of it."""
+
+    def call(self, kind, value):
+        tile = create_splat(self, kind, value)
+        if value.data.dtype == np.bool_:
+            tile.data = tile.data.astype(np.bool_)
+        return tile
+
+    return call
+
+
 def _descriptor_reduce(self, kind, descriptor, value, indices):
     """What TMA's reduce-add does, which the interpreter lacks."""
     from triton._C.libtriton import ir
@@ -130,6 +142,8 @@ def triton_on_cpu(tma=False, **patches):
             stack.enter_context(mock.patch.object(triton_helpers.libdevice, name, _interpreted(function), create=True))
         dot = _dot_of_bfloat16(InterpreterBuilder.create_dot)
         stack.enter_context(mock.patch.object(InterpreterBuilder, "create_dot", dot))
+        splat = _true_or_false(InterpreterBuilder.create_splat)
+        stack.enter_context(mock.patch.object(InterpreterBuilder, "create_splat", splat))
         convert = _rounding_to_nearest(interpreter._convert_float)
         stack.enter_context(mock.patch.object(interpreter, "_convert_float", convert))
         reduce = mock.patch.object(InterpreterBuilder, "create_descriptor_reduce", _descriptor_reduce, create=True)
