@@ -14,11 +14,12 @@ from .templates import load, run
 
 
 @SymbolicGridFn
-def _grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+def grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    """A program for each ``BLOCK_L`` lanes of a plane."""
     return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
 
 
-_template = compat.make_template("gradfuse_linear_scan", _grid, load("linear_scan"))
+_template = compat.make_template("gradfuse_linear_scan", grid, load("linear_scan"))
 
 
 def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import compat
-from ..compat import SymbolicGridFn, V
+from ..compat import V
 from ..ops.scan_backward import function_of, scan_backward
+from .linear_scan import grid
 from .subgraphs import inline
 from .templates import load, run
 
@@ -28,12 +29,7 @@ def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-@SymbolicGridFn
-def _grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
-
-
-_template = compat.make_template("gradfuse_scan_backward", _grid, load("scan_backward"))
+_template = compat.make_template("gradfuse_scan_backward", grid, load("scan_backward"))
 
 
 def lower(

@@ -112,16 +112,7 @@ def scan_backward(
 
 
 @scan_backward.register_fake
-def _(
-    ys: list[Tensor],
-    xs: list[Tensor],
-    grads: list[Tensor],
-    given: list[int],
-    source: str,
-    reached: list[int],
-    carried: list[int],
-    driven: list[int],
-) -> list[Tensor]:
+def _(ys: list[Tensor], xs: list[Tensor], *_rest: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in xs]
 
 

@@ -22,5 +22,5 @@ def rewrite(gm: GraphModule, own: Options) -> None:
         return
     for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
         node.target = scan
-        record(NAME, "associative_scan", "scan", "its gradient is one reverse scan", user_line(node))
+        record(NAME, "associative_scan", "scan", "its gradient is one pass back through time", user_line(node))
     gm.recompile()

@@ -1,4 +1,4 @@
-"""The gradient of associative_scan by one reverse scan, in float64 against autograd of a plain loop."""
+"""The gradient of associative_scan by one pass back through time, in float64 against autograd of a plain loop."""
 
 import importlib
 from unittest import mock
