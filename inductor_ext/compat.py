@@ -462,12 +462,12 @@ def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
         return make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
 
 
-def trace_apart(fn: Callable[..., Any], count: int) -> torch.fx.GraphModule:
-    """Trace ``fn`` over ``count`` real numbers (0-d, fp32) to ATen ops, whatever is being traced around it."""
+def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:
+    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops, whatever is being traced around it."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        traced = make_fx(fn)(*(torch.ones(()) for _ in range(count)))
+        traced = make_fx(fn)(*(torch.ones((), dtype=dtype) for dtype in dtypes))
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced

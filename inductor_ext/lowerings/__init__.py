@@ -22,6 +22,7 @@ from . import (
     mlstm,
     place_rows,
     scan_backward,
+    scan_forward,
     segment_sum,
 )
 from .templates import TEMPLATE_DIR
@@ -43,6 +44,7 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         torch.ops.gradfuse.linear_scan.default: linear_scan.lower,
         torch.ops.gradfuse.place_rows.default: place_rows.lower,
         torch.ops.gradfuse.scan_backward.default: scan_backward.lower,
+        torch.ops.gradfuse.scan_forward.default: scan_forward.lower,
         torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
     }
     if own.enabled("mlstm"):

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..compat import V
-from ..ops.scan_backward import function_of, scan_backward
+from ..ops.scan_backward import scan_backward
 from .linear_scan import grid
-from .subgraphs import inline
-from .templates import load, run
+from .subgraphs import of_source
+from .templates import bits, load, run
 
 #: Times whose loads are issued together, and how many such groups are in flight at most (benchmarks/NOTES.md).
 UNROLL, STAGES = 4, 4
@@ -29,7 +28,7 @@ def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-_template = compat.make_template("gradfuse_scan_backward", grid, load("scan_backward"))
+_template = compat.make_template("gradfuse_scan_backward", grid, load("scan_backward", "lanes"))
 
 
 def lower(
@@ -50,7 +49,7 @@ def lower(
     layouts = [compat.node_layout(i) for i in range(len(xs))]
     stored = [compat.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
     planes, _, lanes = xs[0].get_size()
-    operands = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
+    names = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     last = run(
         _template,
         [_tile(min(x.dtype.itemsize for x in layouts), len(inputs))],
@@ -58,23 +57,12 @@ def lower(
         stored,
         layouts[-1],
         [planes, lanes],
-        subgraphs=_products(source, operands, device),
+        subgraphs=of_source(source, dict.fromkeys(names, torch.float32), device),
         NUM_READ=len(ys),
         NUM_LEAVES=len(xs),
-        GIVEN=_bits(given),
-        REACHED=_bits(reached),
-        CARRIED=_bits(carried),
-        DRIVEN=_bits(driven),
+        GIVEN=bits(given),
+        REACHED=bits(reached),
+        CARRIED=bits(carried),
+        DRIVEN=bits(driven),
     )
     return [*stored, last]
-
-
-def _bits(leaves: Sequence[int]) -> int:
-    return sum(1 << i for i in leaves)
-
-
-def _products(source: str, operands: Sequence[str], device: torch.device) -> list[Any]:
-    """The outputs of a ``Product`` as subgraphs of the tiles ``operands``."""
-    with V.fake_mode:
-        module = compat.trace(function_of(source, device), [torch.empty((), device=device) for _ in operands])
-    return inline(module, [compat.input_buffer(name, torch.float32, device) for name in operands], [])

@@ -8,7 +8,7 @@ registered on the base graph, so that its name is unique in the whole model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..analysis.bounds import call, clamp, in_range, interval, safe_reads, wrap_negative
 from ..analysis.captured_grads import Contribution, returning, shape_of
-from ..compat import PointwiseSubgraphLowering, V, input_buffer, ir, lowerings
+from ..compat import PointwiseSubgraphLowering, V, input_buffer, ir, lowerings, trace
+from ..ops.sources import function_of
 
 aten = torch.ops.aten
 
@@ -68,6 +69,14 @@ def inline(module: GraphModule, placeholders: Sequence[Any], captured: Sequence[
     with V.set_graph_handler(lowering):
         lowering.run(*placeholders, *captured)
     return [_computed(out, lowering.device) for out in pytree.tree_leaves(lowering.graph_outputs)]
+
+
+def of_source(source: str, operands: Mapping[str, torch.dtype], device: torch.device) -> list[Any]:
+    """The results of a function given as its source (``ops.sources``) as subgraphs of its operands, which are tiles."""
+    with V.fake_mode:
+        examples = [torch.empty((), dtype=dtype, device=device) for dtype in operands.values()]
+        module = trace(function_of(source, device), examples)
+    return inline(module, [input_buffer(name, dtype, device) for name, dtype in operands.items()], [])
 
 
 def _computed(box: Any, device: torch.device) -> Any:
@@ -230,6 +239,7 @@ __all__ = [
     "is_identity",
     "is_wide",
     "mask_placeholders",
+    "of_source",
     "over_tensors",
     "score_placeholders",
     "shape_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ def load(name: str, *macros: str) -> str:
     """The source of ``templates/<name>.py.jinja``, the files of macros that it uses in front."""
     files = [*(f"{m}.jinja" for m in macros), f"{name}.py.jinja"]
     return "".join((TEMPLATE_DIR / f).read_text() for f in files)
+
+
+def bits(places: Iterable[int]) -> int:
+    """Places as an option of a template: a bit each."""
+    return sum(1 << place for place in places)
 
 
 def run(

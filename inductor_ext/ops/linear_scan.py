@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat import uses_triton_on_cpu
+from . import lanes
 
-#: Fewer lanes do not fill a GPU, where a program owns 16 neighbours, or a row along time, for all time.
-FEWEST_LANES = 2048
+#: Fewer rows along time, a warp each, do not fill a GPU.
 FEWEST_ROWS = 512
-#: Lanes that lie next to each other in memory, at least.
-FEWEST_NEIGHBOURS = 16
 
 
 def accumulator(coefficients: Any, inputs: Any) -> torch.dtype:
@@ -53,37 +49,15 @@ def _(coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, r
 
 def suits(x: Tensor) -> bool:
     """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes next to each other, or many rows."""
-    if x.device.type != "cuda" and not uses_triton_on_cpu():
+    if not lanes.runs_kernels(x) or not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
         return False
-    if not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
-        return False
-    if x.stride(0) == 1:
-        return x[0].numel() >= FEWEST_ROWS
-    return x.stride(-1) == 1 and x.shape[-1] >= FEWEST_NEIGHBOURS and x[0].numel() >= FEWEST_LANES
+    return x[0].numel() >= FEWEST_ROWS if x.stride(0) == 1 else lanes.many([x])
 
 
 def scanned(coefficients: Tensor | None, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
-    split = innermost_lanes(inputs)
-    factors = None if coefficients is None else planes(coefficients, split)
-    times, *rest = inputs.shape
-    shape = [*rest[: split - 1], times, *rest[split - 1 :]]
-    result = linear_scan(factors, planes(inputs, split), shape, split - 1, reverse, dtype)
+    split = lanes.innermost([inputs])
+    factors = None if coefficients is None else lanes.planes(coefficients, split)
+    shape = lanes.unfolded(inputs, split)
+    result = linear_scan(factors, lanes.planes(inputs, split), shape, split - 1, reverse, dtype)
     return result.movedim(split - 1, 0)
-
-
-def innermost_lanes(x: Tensor) -> int:
-    """The first of the dims of ``x`` [T, ...] that lie within one time; their number where time is innermost."""
-    split = x.dim()
-    if x.stride(0) != 1:
-        split -= 1
-        while split > 1 and x.stride(split - 1) == x.stride(split) * x.shape[split]:
-            split -= 1
-    return split
-
-
-def planes(x: Tensor, split: int) -> Tensor:
-    """``x`` [T, ...] as [P, T, L]: the dims before and from ``split`` on as one each."""
-    times, *rest = x.shape
-    before, behind = (math.prod(rest[part]) for part in (slice(split - 1), slice(split - 1, None)))
-    return x.reshape(times, before, behind).transpose(0, 1)

@@ -8,7 +8,8 @@ With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, 
 a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
 that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
 scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
-never concatenated. A group of one leaf over many lanes is ``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
+never concatenated. Over many lanes, the forward is ``scan_forward.py``'s, a gated one and a group of one leaf are
+``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..analysis.recurrences import gated, reads
-from . import scan_backward
-from .associative import associative, backwards, cast, first_of_all, in_memory_order, padded
+from . import scan_backward, scan_forward
+from .associative import associative, backwards, cast, first_of_all, padded
 from .linear_scan import scanned, suits
 
 #: An entry of the Jacobian that is one by structure.
@@ -55,12 +56,17 @@ class _Scan(torch.autograd.Function):
 def _scanned_forward(
     combine: Callable[..., Any], recurrence: tuple[int, int] | None, xs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    if recurrence is None or not all(suits(x) for x in xs):
-        return associative(combine, xs)
-    gate, state = recurrence
-    a, x = xs[gate], xs[state]
-    ys = {gate: in_memory_order(a, lambda y, dim: y.cumprod(dim)), state: scanned(a[1:], x, False, x.dtype)}
-    return ys[0], ys[1]
+    if recurrence is not None and all(suits(x) for x in xs):
+        gate, state = recurrence
+        a, x = xs[gate], xs[state]
+        (products,) = _scanned_forward(_product, None, [a])
+        ys = {gate: products, state: scanned(a[1:], x, False, x.dtype)}
+        return ys[0], ys[1]
+    if scan_forward.suits(xs):
+        source = scan_forward.combination(combine, [x.dtype for x in xs])
+        if source is not None:
+            return tuple(scan_forward.scanned(source, xs))
+    return associative(combine, xs)
 
 
 def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
@@ -174,6 +180,10 @@ def _column(entry: Tensor | int | None, like: Tensor) -> Tensor:
 
 def _sum(b1: Tensor, b2: Tensor) -> tuple[Tensor]:
     return (b1 + b2,)
+
+
+def _product(a1: Tensor, a2: Tensor) -> tuple[Tensor]:
+    return (a1 * a2,)
 
 
 def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:

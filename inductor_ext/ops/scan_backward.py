@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import trace_apart, uses_triton_on_cpu
-from .linear_scan import FEWEST_NEIGHBOURS, innermost_lanes, planes
+from ..compat import trace_apart
+from . import lanes
+from .sources import function_of, source_of
 
-#: Fewer lanes do not fill a GPU: a thread owns one, for all time.
-FEWEST_LANES = 2048
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +52,7 @@ def product(combine: Callable[..., Any], count: int, reached: Sequence[int]) -> 
         found[:] = [tuple(i for i, part in enumerate(half) if part is not None) for half in halves]
         return [part for part in parts if part is not None]
 
-    module = trace_apart(gradients, 2 * count + len(reached))
+    module = trace_apart(gradients, [torch.float32] * (2 * count + len(reached)))
     if module.graph.find_nodes(op="get_attr"):
         return None
     befores = module.graph.find_nodes(op="placeholder")[:count]
@@ -62,20 +61,7 @@ def product(combine: Callable[..., Any], count: int, reached: Sequence[int]) -> 
         if not node.users:
             module.graph.erase_node(node)
     module.recompile()
-    return Product(_on_one_line(module.code), read, tuple(reached), *found)
-
-
-def _on_one_line(code: str) -> str:
-    """A graph's code as one line, because Inductor writes the operands of ops into comments."""
-    signature, *statements = (line.strip() for line in code.splitlines() if line.strip())
-    return f"{signature} {'; '.join(statements)}"
-
-
-def function_of(source: str, device: torch.device) -> Callable[..., list[Tensor]]:
-    """The function of a ``Product``; constants in it are made on ``device``."""
-    namespace: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan"), "device": lambda **_: device}
-    exec(source, namespace)
-    return lambda *operands: namespace["forward"](None, *operands)
+    return Product(source_of(module), read, tuple(reached), *found)
 
 
 @torch.library.custom_op("gradfuse::scan_backward", mutates_args=())
@@ -121,18 +107,14 @@ def suits(xs: Sequence[Tensor]) -> bool:
 
     Along the innermost dim it is not: neighbours in memory would be one thread's, one after the other.
     """
-    if not (xs[0].is_cuda or uses_triton_on_cpu()) or any(x.dtype not in DTYPES for x in xs):
-        return False
-    if any(x.stride(0) == 1 or x.stride(-1) not in (0, 1) for x in xs):
-        return False
-    return xs[0].shape[-1] >= FEWEST_NEIGHBOURS and xs[0][0].numel() >= FEWEST_LANES
+    return lanes.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and lanes.many(xs)
 
 
 def gradients(found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
     """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them."""
-    split = innermost_lanes(xs[0])
+    split = lanes.innermost(xs)
     given = [i for i, g in enumerate(grads) if g is not None]
     operands = ([ys[i] for i in found.read], xs, [grads[i] for i in given])
-    flat = ([planes(x, split) for x in tensors] for tensors in operands)
+    flat = ([lanes.planes(x, split) for x in tensors] for tensors in operands)
     results = scan_backward(*flat, given, found.source, list(found.reached), list(found.carried), list(found.driven))
     return [result.transpose(0, 1).reshape(x.shape) for result, x in zip(results, xs, strict=True)]

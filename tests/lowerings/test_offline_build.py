@@ -20,7 +20,7 @@ from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
 from tests.emitted import segment_kernels, signature
 from tests.mlstm.test_compiled import emitted
 
-from . import test_linear_scan, test_scan_backward
+from . import test_linear_scan, test_scan_backward, test_scan_forward
 from .attention_kernels import ATTENTIONS, sources
 
 pytestmark = [
@@ -173,6 +173,8 @@ SCANS = {
     "lanes": lambda dtype: test_linear_scan.emitted(20, dtype),
     "rows": lambda dtype: test_linear_scan.emitted(1, dtype),
     "backward": lambda dtype: test_scan_backward.emitted(test_scan_backward.matrix_product, dtype),
+    "forward": lambda dtype: test_scan_forward.emitted(test_scan_forward.matrix_product, dtype),
+    "conditions": lambda dtype: test_scan_forward.emitted(test_scan_forward.either_and_sum, dtype),
 }
 #: Bytes of stack a thread: the tile was the fastest all the same.
 SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
@@ -182,7 +184,7 @@ SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
     "name, dtype, arch",
     builds(
         [(name, dtype) for name in SCANS for dtype in (torch.float32, torch.bfloat16)],
-        {("lanes", torch.float32, 90), ("backward", torch.float32, 90)},
+        {("lanes", torch.float32, 90), ("backward", torch.float32, 90), ("forward", torch.float32, 90)},
     ),
 )
 def test_scans_build_without_spills(name, dtype, arch, tmp_path):

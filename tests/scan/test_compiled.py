@@ -29,8 +29,8 @@ from .test_scan import (
 )
 
 associative_module = importlib.import_module("inductor_ext.ops.associative")
+lanes_module = importlib.import_module("inductor_ext.ops.lanes")
 linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
-scan_backward_module = importlib.import_module("inductor_ext.ops.scan_backward")
 
 #: On every torch: what Dynamo, AOTAutograd and stock's code generation make of a scan differs between them.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -40,6 +40,13 @@ DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", 
 def device(request):
     with triton_on_cpu() if request.param == "interpreter" else contextlib.nullcontext():
         yield "cpu" if request.param == "interpreter" else "cuda"
+
+
+def few_lanes_are_many(monkeypatch):
+    """Small tensors take the kernels over lanes, and rows those along rows."""
+    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(lanes_module, name, 1)
+    monkeypatch.setattr(linear_scan_module, "FEWEST_ROWS", 1)
 
 
 def pointwise_scan(combine, xs, dim, reverse):
@@ -124,12 +131,11 @@ def spun(r1, i1, r2, i2, rate):
     return rate * (r1 * r2 - i1 * i2), rate * (r1 * i2 + i1 * r2)
 
 
-@pytest.mark.parametrize("combine, fewest", [(decayed, None), (spun, 1)], ids=["apart", "mixed"])
-def test_captured_tensors(combine, fewest, device, monkeypatch):
+@pytest.mark.parametrize("combine, many", [(decayed, False), (spun, True)], ids=["apart", "mixed"])
+def test_captured_tensors(combine, many, device, monkeypatch):
     """Of leaves that do not mix, and of some that do, over many lanes."""
-    if fewest is not None:
-        for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
-            monkeypatch.setattr(scan_backward_module, name, fewest)
+    if many:
+        few_lanes_are_many(monkeypatch)
     xs = leaves("ff", 97, torch.float32, device)
     rate = (0.5 + 0.4 * torch.rand(3, 2, device=device)).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
@@ -197,8 +203,7 @@ def test_one_kernel_forward_and_two_backward(dim, device):
 @pytest.mark.parametrize("combine", [gated, pytest.param(rooted, marks=pytest.mark.slow)])
 def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device, monkeypatch):
     """Its backward stores the gradients of both operands; nothing is copied from one memory order to another."""
-    for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(linear_scan_module, name, 1)
+    few_lanes_are_many(monkeypatch)
     xs = [torch.rand(3, 4, 3, 5, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
 
@@ -209,23 +214,20 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     ids=lambda f: f.__name__,
 )
 def test_leaves_that_mix_over_many_lanes(combine, device, monkeypatch):
-    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(scan_backward_module, name, 1)
+    few_lanes_are_many(monkeypatch)
     xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
     check(combine, xs, compiled(combine)(*xs), range(len(xs)))
 
 
 def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
     """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
-    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(scan_backward_module, name, 1)
+    few_lanes_are_many(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
     assert stores(matrix_product, xs, 1) == [[2], [4]]
 
 
 def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):
-    for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(linear_scan_module, name, 1)
+    few_lanes_are_many(monkeypatch)
     xs = [torch.rand(3, 4, 5, device=device).requires_grad_()]
     check(total, xs, compiled(total)(*xs), (0,))
     _, (backward,) = codes_of(total, xs, 1)
@@ -280,8 +282,7 @@ def test_many_lanes(shape, dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_linear_recurrence(dim, dtype, device, monkeypatch):
-    for name in ("FEWEST_LANES", "FEWEST_ROWS", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(linear_scan_module, name, 1)
+    few_lanes_are_many(monkeypatch)
     a, x, weight = (
         t.to(dtype) for t in (0.5 + 0.4 * torch.rand(2, 12, 20, device=device), *torch.randn(2, 2, 12, 20, device=device))
     )
