@@ -1,4 +1,4 @@
-"""associative_scan: the gated recurrence and products of 2 x 2 matrices, real and complex, forward and backward.
+"""associative_scan: the gated recurrence, itself and in log space, and products of 2 x 2 matrices, real and complex.
 
 python -m benchmarks.scan                 # every case; writes results/scan.json
 python -m benchmarks.scan --case gated-dim1
@@ -31,6 +31,12 @@ LONGEST_STOCK = 4096
 def gated(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     (a1, x1), (a2, x2) = left, right
     return a1 * a2, x1 * a2 + x2
+
+
+def log_space(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """``gated`` of logarithms."""
+    (a1, x1), (a2, x2) = left, right
+    return a1 + a2, torch.logaddexp(x1 + a2, x2)
 
 
 def matrices(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -66,6 +72,8 @@ def accelerated(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def case(name: str, combine: Callable[..., Any], leaves: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
     xs = [(0.6 + 0.3 * torch.rand(shape, device="cuda")) / (leaves // 2) for _ in range(leaves)]
+    if combine is log_space:
+        xs = [x.log() for x in xs]
     function = partial(last, combine, dim, "pointwise")
     peers: dict[str, Any] = {"gradfuse": lambda _: gradfuse(lambda *xs: function(*xs))}
     if shape[dim] <= LONGEST_STOCK:
@@ -86,6 +94,7 @@ def cases(only: list[str]) -> Iterator[Case]:
         ("gated-dim2", gated, 2, last_dim, 2, torch.float32),
         ("gated-dim2-bf16", gated, 2, last_dim, 2, torch.bfloat16),
         ("gated-long", gated, 2, few, 2, torch.float32),
+        ("log-space-dim1", log_space, 2, wide, 1, torch.float32),
         ("matrices-dim1", matrices, 4, (8, 1024, 512), 1, torch.float32),
         ("matrices-dim1-bf16", matrices, 4, (8, 1024, 512), 1, torch.bfloat16),
         ("complex-matrices-dim1", complex_matrices, 8, (8, 1024, 512), 1, torch.float32),

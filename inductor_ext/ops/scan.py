@@ -24,6 +24,7 @@ from torch import Tensor
 from ..analysis.recurrences import gated, reads
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
+from .depend import depend
 from .linear_scan import scanned, suits
 
 #: An entry of the Jacobian that is one by structure.
@@ -48,7 +49,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
+        given = [g for g in grads if g is not None]
+        # What is computed of these alone, the forward would compute and save in their place.
+        saved = [depend(x, given) for x in ctx.saved_tensors]
         xs, ys = saved[: len(grads)], saved[len(grads) :]
         return None, None, *scan_gradients(ctx.combine, xs, ys, grads)
 

@@ -226,6 +226,14 @@ def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
     assert stores(matrix_product, xs, 1) == [[2], [4]]
 
 
+def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
+    """Operands and results are saved, not what is made of them; over many lanes the kernel is ours."""
+    few_lanes_are_many(monkeypatch)
+    xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
+    (kernel,), _ = codes_of(log_space, xs, 1)
+    assert kernel.count("tl.store(") == 1 and "SPANS" in kernel
+
+
 def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):
     few_lanes_are_many(monkeypatch)
     xs = [torch.rand(3, 4, 5, device=device).requires_grad_()]
