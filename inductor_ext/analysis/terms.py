@@ -80,7 +80,8 @@ def changes_in_place(node: Node) -> bool:
     """Whether a node writes to one of its operands, as far as its name tells."""
     name = op(node)
     written = name.endswith("_") and not name.endswith("__")
-    return written or name in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True
+    named = node.kwargs.get("inplace") is True or "out" in node.kwargs
+    return written or name in _IN_PLACE_OPERATORS or named
 
 
 def binary(node: Any, name: str) -> bool:

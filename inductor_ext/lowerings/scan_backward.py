@@ -40,11 +40,12 @@ def lower(
     reached: Sequence[int],
     carried: Sequence[int],
     driven: Sequence[int],
+    reverse: bool,
 ) -> Any:
     """The replacement of the op; its operands and results are those of ``ops.scan_backward.scan_backward``."""
     device = xs[0].get_device()
     if device.type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven)
+        return compat.fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven, reverse)
     inputs = compat.realize([*ys, *xs, *grads])
     layouts = [compat.node_layout(i) for i in range(len(xs))]
     stored = [compat.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
@@ -58,6 +59,7 @@ def lower(
         layouts[-1],
         [planes, lanes],
         subgraphs=of_source(source, dict.fromkeys(names, torch.float32), device),
+        REVERSE=reverse,
         NUM_READ=len(ys),
         NUM_LEAVES=len(xs),
         GIVEN=bits(given),

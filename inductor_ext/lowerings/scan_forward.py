@@ -24,14 +24,14 @@ def _tile(leaves: int) -> dict[str, Any]:
     return {"SPANS": 16, "SPAN": span, "BLOCK_L": 16, "num_warps": 8, "num_stages": 1}
 
 
-def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int) -> Any:
+def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, reverse: bool) -> Any:
     """The replacement of the op; its operands and results are those of ``ops.scan_forward.scan_forward``.
 
     A result that nothing uses is not stored (None here); into the last one that is used, Inductor may fuse what uses it.
     """
     device = xs[0].get_device()
     if device.type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(scan_forward)(xs, source, shape, dim)
+        return compat.fallback(scan_forward)(xs, source, shape, dim, reverse)
     inputs = compat.realize(xs)
     layouts = [compat.node_layout(i) for i in range(len(xs))]
     *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
@@ -54,6 +54,7 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int) -> Any
         STORED=bits(others),
         LAST=last,
         BOOLEAN=bits(i for i, kind in enumerate(kinds) if kind is torch.bool),
+        REVERSE=reverse,
         TIME_DIM=dim,
         RANK=len(shape),
         **{f"DTYPE_{i}": _tile_dtype(kind) for i, kind in enumerate(kinds)},

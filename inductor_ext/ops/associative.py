@@ -44,9 +44,10 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else in_memory_order(x, lambda y, _: y.to(dtype))
 
 
-def first_of_all(x: Tensor) -> Tensor:
-    """True where the index along dim 0 of ``x`` [T, ...] is 0; [T, 1, ...]."""
-    return (torch.arange(x.shape[0], device=x.device) == 0).reshape(-1, *[1] * (x.dim() - 1))
+def first_of_all(x: Tensor, reverse: bool = False) -> Tensor:
+    """True at what a scan of ``x`` [T, ...] along dim 0 takes first; [T, 1, ...]."""
+    first = x.shape[0] - 1 if reverse else 0
+    return (torch.arange(x.shape[0], device=x.device) == first).reshape(-1, *[1] * (x.dim() - 1))
 
 
 def associative(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

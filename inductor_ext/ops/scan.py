@@ -38,10 +38,10 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, combine: Callable[..., Any], recurrence: tuple[int, int] | None, *xs: Tensor
+        ctx: Any, combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        ys = _scanned_forward(combine, recurrence, xs)
-        ctx.combine = combine
+        ys = _scanned_forward(combine, recurrence, reverse, xs)
+        ctx.combine, ctx.reverse = combine, reverse
         ctx.save_for_backward(*xs, *ys)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
@@ -53,34 +53,43 @@ class _Scan(torch.autograd.Function):
         # What is computed of these alone, the forward would compute and save in their place.
         saved = [depend(x, given) for x in ctx.saved_tensors]
         xs, ys = saved[: len(grads)], saved[len(grads) :]
-        return None, None, *scan_gradients(ctx.combine, xs, ys, grads)
+        return None, None, None, *scan_gradients(ctx.combine, xs, ys, grads, ctx.reverse)
 
 
 def _scanned_forward(
-    combine: Callable[..., Any], recurrence: tuple[int, int] | None, xs: Sequence[Tensor]
+    combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, xs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     if recurrence is not None and all(suits(x) for x in xs):
         gate, state = recurrence
         a, x = xs[gate], xs[state]
-        (products,) = _scanned_forward(_product, None, [a])
-        ys = {gate: products, state: scanned(a[1:], x, False, x.dtype)}
+        (products,) = _scanned_forward(_product, None, reverse, [a])
+        ys = {gate: products, state: scanned(_later(a, reverse), x, reverse, x.dtype)}
         return ys[0], ys[1]
     if scan_forward.suits(xs):
         source = scan_forward.combination(combine, [x.dtype for x in xs])
         if source is not None:
-            return tuple(scan_forward.scanned(source, xs))
+            return tuple(scan_forward.scanned(source, xs, reverse))
+    if reverse:
+        return tuple(backwards(y) for y in associative(combine, [backwards(x) for x in xs]))
     return associative(combine, xs)
 
 
-def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> tuple[Tensor, ...]:
+def _later(x: Tensor, reverse: bool) -> Tensor:
+    """``x`` [T, ...] but for what a scan takes first."""
+    return x[:-1] if reverse else x[1:]
+
+
+def scan(
+    combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = (), reverse: bool = False
+) -> tuple[Tensor, ...]:
     """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, of shapes that broadcast behind it.
 
     additional: what ``combine`` takes besides: numbers, sizes, or tensors that broadcast to [...] (which have a gradient).
     Tensors, and sizes that combine reads, are scanned along as leaves of which every element is the same, because Inductor
-    has no place for them.
+    has no place for them. reverse: from the end, ``y_t = c(y_{t+1}, x_t)``.
     """
     if any(x.shape != xs[0].shape for x in xs):
-        return _scan_of_one_shape(combine, xs, additional)
+        return _scan_of_one_shape(combine, xs, additional, reverse)
     device, shape, count = xs[0].device, xs[0].shape, len(xs)
     additional = [
         torch.full((), x, dtype=torch.int64, device=device) if isinstance(x, torch.SymInt) and read else x
@@ -88,7 +97,7 @@ def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence
     ]
     captured = [x for x in additional if isinstance(x, Tensor)]
     if not captured:
-        return _Scan.apply(lambda *flat: combine(*flat, *additional), gated(combine), *xs)
+        return _Scan.apply(lambda *flat: combine(*flat, *additional), gated(combine), reverse, *xs)
     numbers = [None if isinstance(x, Tensor) else x for x in additional]
 
     def with_captured(*flat: Tensor) -> list[Tensor]:
@@ -100,14 +109,16 @@ def scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence
         return [*results, *(x.clone() for x in now[count:])]
 
     constant = [x.expand(shape[1:]).expand(shape) for x in captured]
-    return _Scan.apply(with_captured, None, *xs, *constant)[:count]
+    return _Scan.apply(with_captured, None, reverse, *xs, *constant)[:count]
 
 
-def _scan_of_one_shape(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any]) -> tuple[Tensor, ...]:
+def _scan_of_one_shape(
+    combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any], reverse: bool
+) -> tuple[Tensor, ...]:
     """``scan`` of leaves expanded to their common shape, of which each result is one part like every other."""
     lanes = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
     aligned = [x.reshape(x.shape[0], *[1] * (len(lanes) - x.dim() + 1), *x.shape[1:]) for x in xs]
-    ys = scan(combine, [x.expand(x.shape[0], *lanes) for x in aligned], additional)
+    ys = scan(combine, [x.expand(x.shape[0], *lanes) for x in aligned], additional, reverse)
     parts = []
     for y, x, given in zip(ys, aligned, xs, strict=True):
         for dim in range(1, x.dim()):
@@ -117,14 +128,14 @@ def _scan_of_one_shape(combine: Callable[..., Any], xs: Sequence[Tensor], additi
 
 
 def scan_gradients(
-    combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None]
+    combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
 ) -> list[Tensor | None]:
-    """The gradients of ``xs`` given those of ``ys = scan(combine, xs)``, None where there is none."""
+    """The gradients of ``xs`` given those of ``ys = scan(combine, xs, reverse=reverse)``, None where there is none."""
     if xs[0].shape[0] <= 1:
         return list(grads)
     with torch.enable_grad():
         floating = [i for i, x in enumerate(xs) if x.is_floating_point()]
-        before, now = [y[:-1].detach() for y in ys], [x[1:].detach() for x in xs]
+        before, now = [_later(y, not reverse).detach() for y in ys], [_later(x, reverse).detach() for x in xs]
         for i in floating:
             before[i].requires_grad_()
             now[i].requires_grad_()
@@ -134,10 +145,10 @@ def scan_gradients(
         if any(len(group) > 1 for group in groups) and scan_backward.suits(xs):
             product = scan_backward.product(combine, len(xs), sorted(itertools.chain(*groups)))
             if product is not None:
-                return scan_backward.gradients(product, ys, xs, grads)
-        adjoint = _adjoint(jacobian, groups, grads)
+                return scan_backward.gradients(product, ys, xs, grads, reverse)
+        adjoint = _adjoint(jacobian, groups, grads, reverse)
         through = [i for i in adjoint if after[i].requires_grad]
-        outgoing = {i: adjoint[i][1:].to(after[i].dtype) for i in through}
+        outgoing = {i: _later(adjoint[i], reverse).to(after[i].dtype) for i in through}
         parts = torch.autograd.grad(
             [after[i] for i in through],
             [now[i] for i in floating],
@@ -151,10 +162,10 @@ def scan_gradients(
             result[i] = cast(adjoint[i], xs[i].dtype)
             continue
         if rest is not None:
-            result[i] = padded(rest, 1, 0)
+            result[i] = padded(rest, 0, 1) if reverse else padded(rest, 1, 0)
         if i in adjoint:
             later = torch.zeros_like(xs[i]) if rest is None else result[i]
-            result[i] = torch.where(first_of_all(xs[i]), adjoint[i].to(xs[i].dtype), later)
+            result[i] = torch.where(first_of_all(xs[i], reverse), adjoint[i].to(xs[i].dtype), later)
     return result
 
 
@@ -197,8 +208,11 @@ def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
     return reached
 
 
-def _adjoint(jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """lambda [T, ...] of every leaf of ``groups``, in fp32 at least."""
+def _adjoint(
+    jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None], reverse: bool
+) -> dict[int, Tensor]:
+    """lambda [T, ...] of every leaf of ``groups``, in fp32 at least: from the scan's last element on."""
+    turned = (lambda x: x) if reverse else backwards
     (some, *_) = (g for g in grads if g is not None)
     found: dict[int, Tensor] = {}
     for group in groups:
@@ -207,18 +221,19 @@ def _adjoint(jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tenso
             (i,) = group
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
             entry = jacobian[i, i]
-            found[i] = scanned(None if entry is _ONE else _column(entry, some), given, True, wide[i])
+            found[i] = scanned(None if entry is _ONE else _column(entry, some), given, not reverse, wide[i])
             continue
-        b = [backwards((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
+        b = [turned((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
         places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
         if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
             b = list(associative(_sum, b))
         elif places:
             # The last element has none after it.
             columns = [_column(jacobian.get((i, j)), some) for j, i in places]
-            coefficients = [backwards(padded(x, 0, 1)).to(wide[i]) for x, (_, i) in zip(columns, places, strict=True)]
+            whole = (padded(x, 1, 0) if reverse else padded(x, 0, 1) for x in columns)
+            coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, places, strict=True)]
             b = list(associative(_linear(places, group), [*coefficients, *b])[len(places) :])
-        found.update({i: backwards(total) for i, total in zip(group, b, strict=True)})
+        found.update({i: turned(total) for i, total in zip(group, b, strict=True)})
     return found
 
 

@@ -8,6 +8,7 @@ lambda, and the vector-Jacobian product of the combine_fn is computed where it i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,11 @@ def scan_backward(
     reached: list[int],
     carried: list[int],
     driven: list[int],
+    reverse: bool,
 ) -> list[Tensor]:
     """The gradients of the leaves ``xs`` [P, T, L] given ``grads`` of the leaves ``given`` of the scan of them.
+
+    reverse: the scan ran from the end.
 
     ys: those leaves of the scan that the function reads; source, reached, carried, driven: see ``Product``. Computed in
     fp32, rounded to the dtypes of xs; in their memory order.
@@ -83,14 +87,16 @@ def scan_backward(
     vjp = function_of(source, xs[0].device)
     out = [torch.zeros_like(x) for x in xs]
     carry: dict[int, Tensor] = {}
-    for t in reversed(range(xs[0].shape[1])):
+    times = range(xs[0].shape[1])
+    order = list(times) if reverse else list(reversed(times))
+    for t, before in itertools.zip_longest(order, order[1:]):
         now = {i: g[:, t].float() for i, g in zip(given, grads, strict=True)}
         weights = {i: now.get(i, 0) + carry.get(i, torch.zeros_like(xs[i][:, t], dtype=torch.float32)) for i in reached}
-        if t == 0:
+        if before is None:
             for i, weight in weights.items():
-                out[i][:, 0] = weight
+                out[i][:, t] = weight
             break
-        results = vjp(*(y[:, t - 1].float() for y in ys), *(x[:, t].float() for x in xs), *weights.values())
+        results = vjp(*(y[:, before].float() for y in ys), *(x[:, t].float() for x in xs), *weights.values())
         carry = dict(zip(carried, results, strict=False))
         for i, result in zip(driven, results[len(carried) :], strict=True):
             out[i][:, t] = result
@@ -110,11 +116,14 @@ def suits(xs: Sequence[Tensor]) -> bool:
     return lanes.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and lanes.many(xs)
 
 
-def gradients(found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them."""
+def gradients(
+    found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
+) -> list[Tensor]:
+    """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them (from the end if ``reverse``)."""
     split = lanes.innermost(xs)
     given = [i for i, g in enumerate(grads) if g is not None]
     operands = ([ys[i] for i in found.read], xs, [grads[i] for i in given])
     flat = ([lanes.planes(x, split) for x in tensors] for tensors in operands)
-    results = scan_backward(*flat, given, found.source, list(found.reached), list(found.carried), list(found.driven))
+    leaves = (list(which) for which in (found.reached, found.carried, found.driven))
+    results = scan_backward(*flat, given, found.source, *leaves, reverse)
     return [result.transpose(0, 1).reshape(x.shape) for result, x in zip(results, xs, strict=True)]

@@ -41,8 +41,8 @@ def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> s
 
 
 @torch.library.custom_op("gradfuse::scan_forward", mutates_args=())
-def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int) -> list[Tensor]:
-    """The scan of ``xs`` [P, T, L] along T.
+def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
+    """The scan of ``xs`` [P, T, L] along T, from the end if ``reverse``.
 
     source: a function of 2k leaves of the dtypes of ``computed_in`` that returns k; see ``sources.py``. The results have the
     dtypes of xs, rounded once, and are contiguous, of ``shape``: T at ``dim``, P and L in one dim or several before and
@@ -51,16 +51,18 @@ def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int) -> l
     combine = function_of(source, xs[0].device)
     wide = [x.to(computed_in(x.dtype)) for x in xs]
     ys = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wide]
-    total = [x[:, 0] for x in wide]
-    for t in range(xs[0].shape[1]):
-        total = combine(*total, *(x[:, t] for x in wide)) if t else total
+    times = range(xs[0].shape[1])
+    total: list[Tensor] = []
+    for t in reversed(times) if reverse else times:
+        now = [x[:, t] for x in wide]
+        total = combine(*total, *now) if total else now
         for y, part in zip(ys, total, strict=True):
             y[:, t] = part
     return [y.to(x.dtype).reshape(shape) for x, y in zip(xs, ys, strict=True)]
 
 
 @scan_forward.register_fake
-def _(xs: list[Tensor], source: str, shape: list[int], dim: int) -> list[Tensor]:
+def _(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
     return [x.new_empty(shape) for x in xs]
 
 
@@ -74,9 +76,9 @@ def suits(xs: Sequence[Tensor]) -> bool:
     return xs[0].shape[0] > 1 and lanes.many(xs)
 
 
-def scanned(source: str, xs: Sequence[Tensor]) -> list[Tensor]:
+def scanned(source: str, xs: Sequence[Tensor], reverse: bool) -> list[Tensor]:
     """``scan_forward`` of tensors [T, ...] of any rank."""
     split = lanes.innermost(xs)
     shape = lanes.unfolded(xs[0], split)
-    results = scan_forward([lanes.planes(x, split) for x in xs], source, shape, split - 1)
+    results = scan_forward([lanes.planes(x, split) for x in xs], source, shape, split - 1, reverse)
     return [y.movedim(split - 1, 0) for y in results]

@@ -12,7 +12,7 @@ from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
 from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
-from tests.scan.test_scan import affine_pairs, complex_product, log_space, loop, matrix_product
+from tests.scan.test_scan import affine_pairs, backwards, complex_product, log_space, loop, matrix_product
 
 # The package shows other ops under the modules' names.
 scan_backward = importlib.import_module("inductor_ext.ops.scan_backward")
@@ -23,17 +23,17 @@ LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
 class Problem:
     """A scan [T, ...], with time at ``dim`` in memory, and gradients of the leaves ``used`` of it."""
 
-    def __init__(self, combine, shape, used, dtype=torch.float32, dim=0, device="cpu"):
+    def __init__(self, combine, shape, used, dtype=torch.float32, dim=0, reverse=False, device="cpu"):
         generator = torch.Generator().manual_seed(0)
 
         def rounded(x):
             return x.to("cuda" if device == "cuda" else "cpu", dtype).movedim(0, dim).contiguous().movedim(dim, 0)
 
         count = LEAVES[combine]
-        self.combine, self.used, self.count, self.device = combine, used, count, device
+        self.combine, self.used, self.count, self.reverse, self.device = combine, used, count, reverse, device
         self.xs = [rounded(0.3 + 0.4 * torch.rand(shape, generator=generator)) for _ in range(count)]
         self.exact = [x.double().requires_grad_() for x in self.xs]
-        self.exact_ys = loop(combine, self.exact)
+        self.exact_ys = (backwards if reverse else loop)(combine, self.exact)
         self.ys = [rounded(y.detach()) for y in self.exact_ys]
         self.grads = [rounded(torch.randn(shape, generator=generator)) for _ in used]
 
@@ -42,7 +42,7 @@ class Problem:
 
         def gradients(xs, ys, grads):
             given = dict(zip(self.used, grads, strict=True))
-            return scan_backward.gradients(product, ys, xs, [given.get(i) for i in range(self.count)])
+            return scan_backward.gradients(product, ys, xs, [given.get(i) for i in range(self.count)], self.reverse)
 
         return gradients
 
@@ -65,8 +65,9 @@ class Problem:
 @pytest.mark.parametrize(
     "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]
 )
-def test_against_autograd(combine, used, device):
-    problem = Problem(combine, (37, 2, 70), used, device=device)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_against_autograd(combine, used, reverse, device):
+    problem = Problem(combine, (37, 2, 70), used, reverse=reverse, device=device)
     assert max(problem.errors(problem.run())) < 2e-6
 
 

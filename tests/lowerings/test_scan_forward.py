@@ -47,19 +47,19 @@ def operands(combine, shape, dtype=torch.float32, device="cpu"):
     return [made[kind]().to("cuda" if device == "cuda" else "cpu") for kind in KINDS[combine]]
 
 
-def scan(combine, like, used=None):
+def scan(combine, like, used=None, reverse=False):
     """The leaves ``used`` (all of them) of the scan, by the op, for operands of the dtypes of ``like``."""
     source = scan_forward.combination(combine, [x.dtype for x in like])
 
     def run(*xs):
-        ys = scan_forward.scanned(source, xs)
+        ys = scan_forward.scanned(source, xs, reverse)
         return [ys[i] for i in used or range(len(ys))]
 
     return run
 
 
-def compiled(combine, like, used=None):
-    return torch.compile(scan(combine, like, used), backend="gradfuse", fullgraph=True)
+def compiled(combine, like, used=None, reverse=False):
+    return torch.compile(scan(combine, like, used, reverse), backend="gradfuse", fullgraph=True)
 
 
 def on(device):
@@ -106,6 +106,16 @@ def test_lengths(length, device):
     """Spans are 8 times and tiles 128 for four leaves."""
     xs = operands(matrix_product, (length, 33), device=device)
     check(matrix_product, compiled(matrix_product, xs), xs, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize("length", [7, 140])
+def test_from_the_end(length, device):
+    xs = operands(segmented, (length, 3, 20), device=device)
+    with on(device):
+        got = compiled(segmented, xs, reverse=True)(*xs)
+    want = exactly(segmented, [x.flip(0) for x in xs])
+    assert all(error(g, w.flip(0)) < 1e-6 for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

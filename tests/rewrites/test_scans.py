@@ -1,6 +1,7 @@
 """The rewrite of associative_scan on Dynamo's graph."""
 
 import importlib
+import operator
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from .joint_graphs import rewritten, text
 associative_module = importlib.import_module("inductor_ext.ops.associative")
 
 
-def dynamo_graph(additional=()):
-    """What Dynamo hands over for a gated recurrence in pointwise mode: the op, and its combine_fn as a submodule."""
+def dynamo_graph(additional=(), flips=False):
+    """What Dynamo hands over for a gated recurrence in pointwise mode: the op, and its combine_fn as a submodule.
+
+    flips: around it, but for the last result.
+    """
     root = torch.nn.Module()
     root.combine = torch.fx.symbolic_trace(gated)
     graph = torch.fx.Graph()
@@ -30,7 +34,12 @@ def dynamo_graph(additional=()):
     extra = [graph.placeholder(name) for name in additional]
     for node in extra:
         node.meta["example_value"] = torch.ones(())
-    ys = graph.call_function(associative_scan_hop, (graph.get_attr("combine"), xs, tuple(extra)))
+    flip = lambda x: graph.call_function(torch.flip, (x, [0]))  # noqa: E731
+    operands = [flip(x) for x in xs] if flips else xs
+    ys = graph.call_function(associative_scan_hop, (graph.get_attr("combine"), operands, tuple(extra)))
+    if flips:
+        products, state = (graph.call_function(operator.getitem, (ys, i)) for i in range(2))
+        ys = (flip(products), state)
     graph.output(ys)
     return torch.fx.GraphModule(root, graph)
 
@@ -44,6 +53,40 @@ def test_the_op_gets_a_gradient_of_its_own():
     ys, want = gm(*xs), loop(gated, xs)
     for got, exact in zip(gradients(ys, xs, (0, 1)), gradients(want, xs, (0, 1)), strict=True):
         torch.testing.assert_close(got, exact)
+
+
+def test_flips_become_a_scan_from_the_end():
+    """Those of the operands and of the results; a result that is used as it was is flipped."""
+    gm, xs = dynamo_graph(flips=True), leaves("ff", 9)
+    want = gm(*(x.detach() for x in xs))
+    scans.rewrite(gm, Options())
+    (node,) = gm.graph.find_nodes(op="call_function", target=scan)
+    assert node.kwargs == {"reverse": True} and [x.name for x in node.args[1]] == ["a", "x"]
+    (flip,) = gm.graph.find_nodes(op="call_function", target=torch.flip)
+    assert flip.args[0].args[1] == 1
+    for got, exact in zip(gm(*xs), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_flips_of_what_changes_meanwhile_are_left():
+    gm = dynamo_graph(flips=True)
+    (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+    with gm.graph.inserting_before(node):
+        gm.graph.call_method("add_", (node.args[1][0].args[0], 1))
+    scans.rewrite(gm, Options())
+    assert not node.kwargs and all(x.target is torch.flip for x in node.args[1])
+
+
+def test_flips_of_results_that_change_are_left():
+    """Stock differentiates this: what is written to is the copy."""
+    gm = dynamo_graph(flips=True)
+    (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        view = gm.graph.call_method("movedim", (output.args[0][0], 0, 1))
+        gm.graph.call_method("add_", (view, 1))
+    scans.rewrite(gm, Options())
+    assert not node.kwargs
 
 
 def test_captured_tensors_go_along():

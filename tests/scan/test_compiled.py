@@ -168,12 +168,12 @@ def test_the_gradient_that_was_zero(dim, reverse, device):
         assert w.norm() > 0 and relative_error(forwards(g), w) < 1e-6
 
 
-def codes_of(combine, xs, dim):
+def codes_of(combine, xs, dim, reverse=False):
     """The kernels of a step through the last leaf, forward and then backward."""
 
     def step():
         torch._dynamo.reset()
-        run = torch.compile(lambda *xs: pointwise_scan(combine, xs, dim, False)[-1], backend="gradfuse", fullgraph=True)
+        run = torch.compile(lambda *xs: pointwise_scan(combine, xs, dim, reverse)[-1], backend="gradfuse", fullgraph=True)
         y = run(*xs)
         y.backward(torch.rand_like(y))
 
@@ -181,9 +181,17 @@ def codes_of(combine, xs, dim):
     return [kernels_of(code) for code in codes]
 
 
-def stores(combine, xs, dim):
+def stores(combine, xs, dim, reverse=False):
     """How many tensors each of those kernels stores."""
-    return [[kernel.count("tl.store(") for kernel in kernels] for kernels in codes_of(combine, xs, dim)]
+    return [[kernel.count("tl.store(") for kernel in kernels] for kernels in codes_of(combine, xs, dim, reverse)]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_linear_recurrence_from_the_end_is_one_kernel_each_way(dim, device, monkeypatch):
+    """What the front end flips is read and written from the end."""
+    few_lanes_are_many(monkeypatch)
+    xs = [torch.rand(3, 4, 5, device=device, requires_grad=True) for _ in range(2)]
+    assert stores(gated, xs, dim, reverse=True) == [[1], [2]]
 
 
 def rooted(a1, x1, a2, x2):
@@ -213,17 +221,21 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     [matrix_product, log_space, *(pytest.param(c, marks=pytest.mark.slow) for c in (complex_product, upper_triangular))],
     ids=lambda f: f.__name__,
 )
-def test_leaves_that_mix_over_many_lanes(combine, device, monkeypatch):
+@pytest.mark.parametrize("reverse", [False, True])
+def test_leaves_that_mix_over_many_lanes(combine, reverse, device, monkeypatch):
     few_lanes_are_many(monkeypatch)
     xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
-    check(combine, xs, compiled(combine)(*xs), range(len(xs)))
+    forwards = [x.flip(0) for x in xs] if reverse else xs
+    ys = compiled(combine, reverse=reverse)(*forwards)
+    check(combine, xs, [y.flip(0) for y in ys] if reverse else ys, range(len(xs)))
 
 
-def test_leaves_that_mix_are_one_kernel_each_way(device, monkeypatch):
+@pytest.mark.parametrize("reverse", [False, True])
+def test_leaves_that_mix_are_one_kernel_each_way(reverse, device, monkeypatch):
     """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
     few_lanes_are_many(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
-    assert stores(matrix_product, xs, 1) == [[2], [4]]
+    assert stores(matrix_product, xs, 1, reverse) == [[2], [4]]
 
 
 def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):

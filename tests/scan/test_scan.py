@@ -129,18 +129,26 @@ def gradients(ys, xs, used, seed=0):
     return torch.autograd.grad(chosen, floating, weights, allow_unused=True)
 
 
+def backwards(combine, xs):
+    """``loop`` from the end."""
+    return [y.flip(0) for y in loop(combine, [x.flip(0) for x in xs])]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 9])
 @pytest.mark.parametrize("combine", COMBINES, ids=lambda f: f.__name__)
-def test_against_a_loop(combine, length):
+def test_against_a_loop(combine, length, reverse):
     xs = leaves(COMBINES[combine], length)
-    ys, wants = scan(combine, xs), loop(combine, xs)
+    exactly = backwards if reverse else loop
+    ys, wants = scan(combine, xs, reverse=reverse), exactly(combine, xs)
     for y, want in zip(ys, wants, strict=True):
         torch.testing.assert_close(y, want)
     everything = range(len(xs))
     for used in (everything, everything[-1:], everything[:1]):
         if not any(ys[i].is_floating_point() for i in used):
             continue
-        got, exact = gradients(scan(combine, xs), xs, used), gradients(loop(combine, xs), xs, used)
+        got = gradients(scan(combine, xs, reverse=reverse), xs, used)
+        exact = gradients(exactly(combine, xs), xs, used)
         for g, e in zip(got, exact, strict=True):
             zero = torch.zeros_like(xs[0], dtype=torch.float64)
             torch.testing.assert_close(zero if g is None else g, zero if e is None else e)
