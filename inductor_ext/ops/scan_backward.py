@@ -79,10 +79,8 @@ def scan_backward(
 ) -> list[Tensor]:
     """The gradients of the leaves ``xs`` [P, T, L] given ``grads`` of the leaves ``given`` of the scan of them.
 
-    reverse: the scan ran from the end.
-
-    ys: those leaves of the scan that the function reads; source, reached, carried, driven: see ``Product``. Computed in
-    fp32, rounded to the dtypes of xs; in their memory order.
+    ys: those leaves of the scan that the function reads; source, reached, carried, driven: see ``Product``; reverse: the
+    scan ran from the end. Computed in fp32, rounded to the dtypes of xs; in their memory order.
     """
     vjp = function_of(source, xs[0].device)
     out = [torch.zeros_like(x) for x in xs]
