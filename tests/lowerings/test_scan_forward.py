@@ -8,6 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.lowerings import scan_forward as lowering
+from inductor_ext.ops import lanes
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
@@ -208,6 +209,13 @@ def emitted(combine, dtype=torch.float32):
         _, (code,) = run_and_get_code(compiled(combine, xs), *xs)
     (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
     return kernel
+
+
+def test_lanes_are_those_of_every_leaf():
+    """One that is the same for all of some dim lies next to itself nowhere else: as other lanes it would be a copy."""
+    x, gate = torch.rand(4, 3, 20), torch.rand(20).expand(4, 3, 20)
+    assert [lanes.innermost(xs) for xs in ([x], [gate], [x, gate], [gate, x])] == [1, 2, 2, 2]
+    assert lanes.planes(gate, 2).data_ptr() == gate.data_ptr()
 
 
 @INTERPRETED

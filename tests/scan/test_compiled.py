@@ -301,13 +301,15 @@ def test_many_lanes(shape, dim, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [1, 2])
-def test_a_linear_recurrence(dim, dtype, device, monkeypatch):
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_linear_recurrence(dim, dtype, reverse, device, monkeypatch):
     few_lanes_are_many(monkeypatch)
     a, x, weight = (
         t.to(dtype) for t in (0.5 + 0.4 * torch.rand(2, 12, 20, device=device), *torch.randn(2, 2, 12, 20, device=device))
     )
     xs = [a.requires_grad_(), x.requires_grad_()]
-    products, y = compiled(gated, dim)(*xs)
+    turned = lambda t: t.flip(dim) if reverse else t  # noqa: E731
+    products, y = map(turned, compiled(gated, dim, reverse)(*map(turned, xs)))
     assert products.is_contiguous() and y.is_contiguous()
     check_end(dim, xs, y, weight, torch.autograd.grad(y, xs, weight))
 
