@@ -19,6 +19,14 @@ def scan(c, x, reverse, dtype):
     return linear_scan(c, x, list(x.shape), 1, reverse, dtype)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_opcheck(reverse):
+    c, x = operands(5, 6, 4, torch.bfloat16, "cpu")
+    for coefficients in (c, None):
+        arguments = (coefficients, x, [2, 3, 5, 4], 2, reverse, torch.float32)
+        torch.library.opcheck(torch.ops.gradfuse.linear_scan.default, arguments)
+
+
 def compiled(reverse, dtype, **options):
     return torch.compile(lambda c, x: scan(c, x * 1, reverse, dtype), backend="gradfuse", fullgraph=True, **options)
 

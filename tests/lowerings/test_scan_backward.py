@@ -71,6 +71,16 @@ def test_against_autograd(combine, used, reverse, device):
     assert max(problem.errors(problem.run())) < 2e-6
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_opcheck(reverse):
+    problem = Problem(affine_pairs, (5, 3, 4), (1, 2), reverse=reverse)
+    found = scan_backward.product(affine_pairs, 3, range(3))
+    read = [problem.ys[i] for i in found.read]
+    parts = (list(part) for part in (found.reached, found.carried, found.driven))
+    arguments = (read, problem.xs, problem.grads, [1, 2], found.source, *parts, reverse)
+    torch.library.opcheck(torch.ops.gradfuse.scan_backward.default, arguments)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1, 2, 4, 9])
 def test_lengths(length, device):

@@ -34,7 +34,12 @@ def either_and_sum(flag1, x1, flag2, x2):
     return flag1 | flag2, torch.where(flag2, x2, x1 + x2)
 
 
-KINDS = {**COMBINES, either_and_sum: "bf"}
+def resistance(x1, x2):
+    """Of two resistors side by side; not a number where both are zero, as what is masked is."""
+    return (x1 * x2 / (x1 + x2),)
+
+
+KINDS = {**COMBINES, either_and_sum: "bf", resistance: "f"}
 
 
 def operands(combine, shape, dtype=torch.float32, device="cpu"):
@@ -101,12 +106,26 @@ def test_the_op_itself(combine):
     check(combine, compiled(combine, xs), xs, "cpu")
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_opcheck(reverse):
+    xs = operands(either_and_sum, (5, 3, 8))
+    source = scan_forward.combination(either_and_sum, [x.dtype for x in xs])
+    planes = [lanes.planes(x, 2) for x in xs]
+    torch.library.opcheck(torch.ops.gradfuse.scan_forward.default, (planes, source, [3, 5, 4, 2], 1, reverse))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 128, 129, 257])
 def test_lengths(length, device):
     """Spans are 8 times and tiles 128 for four leaves."""
     xs = operands(matrix_product, (length, 33), device=device)
     check(matrix_product, compiled(matrix_product, xs), xs, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_masked_spreads_nowhere(device):
+    xs = operands(resistance, (3, 2, 20), device=device)
+    check(resistance, compiled(resistance, xs), xs, device)
 
 
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
