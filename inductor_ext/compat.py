@@ -35,7 +35,7 @@ from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
 
 # The package shadows this module with the op of the same name.
@@ -61,6 +61,7 @@ __all__ = [
     "flex_attention_backward_hop",
     "flex_attention_hop",
     "full",
+    "guarded_true",
     "inductor_config",
     "ir",
     "lookup_backend",
@@ -405,6 +406,18 @@ def known_at_most(value: Any, most: int) -> bool:
 def size_hint(size: Any) -> int | None:
     """The size that an int or SymInt of a graph had when it was traced; None where data decides it."""
     return size if isinstance(size, int) else size.node.hint
+
+
+def guarded_true(condition: Any) -> bool:
+    """Whether a condition on sizes holds; where they are symbolic and it holds for the traced ones, a guard makes it so.
+
+    A condition that does not hold for the traced sizes is False without a guard.
+    """
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    if statically_known_true(condition):
+        return True
+    return condition.node.hint is True and guard_or_false(condition)
 
 
 def architecture(device: torch.device) -> int:

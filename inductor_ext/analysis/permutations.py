@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import statically_known_true
+from ..compat import guarded_true, statically_known_true
+from .integers import CASTS, SORTS, exact_integers, holds_integers, sorted_dim, value_range
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -36,8 +37,6 @@ _SAME_VALUES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-_CASTS = {aten._to_copy.default, prims.convert_element_type.default}
-_SORTS = {aten.sort.default, aten.sort.stable}
 _DIVISIONS = {aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default}
 _REMAINDERS = {aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar}
 
@@ -58,7 +57,7 @@ class Repeated:
     def covers(self, rows: Any) -> bool:
         """Whether the rows that come are provably 0 .. rows-1."""
         times = self.times.meta["val"] if isinstance(self.times, Node) else self.times
-        return _same(rows * times, self.length)
+        return guarded_true(rows * times == self.length)
 
 
 def _size(node: Node) -> tuple[Any, ...]:
@@ -75,12 +74,8 @@ def numel(node: Node) -> Any:
 
 def _orders_all(call: Node) -> bool:
     """Whether a sort, argsort or topk runs over all elements of its input at once."""
-    tensor, dim = call.args[0], call.kwargs.get("dim", -1)
-    at = 2 if call.target is aten.topk.default else 1
-    if call.target not in (aten.sort.stable, aten.argsort.stable) and len(call.args) > at:
-        dim = call.args[at]
-    shape = _size(tensor)
-    return not shape or _same(shape[dim], numel(tensor))
+    shape = _size(call.args[0])
+    return not shape or _same(shape[sorted_dim(call)], numel(call.args[0]))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -90,21 +85,21 @@ def _same(a: Any, b: Any) -> bool:
 def same_values(node: Node) -> Node:
     """The node that ``node`` is a view, copy or wide enough integer cast of, flattened order kept."""
     while True:
-        if node.target in _SAME_VALUES or (node.target in _CASTS and _keeps_integers(node)):
+        if node.target in _SAME_VALUES or (node.target in CASTS and _keeps_integers(node)):
             node = node.args[0]
         else:
             return node
 
 
 def _keeps_integers(cast: Node) -> bool:
-    """Whether an integer cast keeps every index: a narrower type must count as far as there are elements.
+    """Whether an integer cast keeps every index: the new type must hold every value that there can be.
 
     Not bool and uint8, which index as masks.
     """
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     if any(d.is_floating_point or d.is_complex or d in (torch.bool, torch.uint8) for d in (before, after)):
         return False
-    return after.itemsize >= before.itemsize or statically_known_true(numel(cast) <= torch.iinfo(after).max)
+    return holds_integers(after, *value_range(cast.args[0]))
 
 
 def is_permutation(node: Node) -> bool:
@@ -129,13 +124,15 @@ def is_permutation(node: Node) -> bool:
 
 def _is_iota(node: Node) -> bool:
     if node.target is prims.iota.default:
-        return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
-    return node.target is aten.arange.default and len(node.args) == 1
+        counts = node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
+    else:
+        counts = node.target is aten.arange.default and len(node.args) == 1
+    return counts and holds_integers(node.meta["val"].dtype, 0, numel(node) - 1)
 
 
 def sorted_tensor(node: Node) -> Node | None:
     """What ``node`` holds the sorting permutation of: it is result 1 of a sort over all elements."""
-    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in _SORTS:
+    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in SORTS:
         return None
     return node.args[0].args[0] if _orders_all(node.args[0]) else None
 
@@ -194,7 +191,8 @@ def _divided(node: Node) -> Repeated | None:
     whole = not node.meta["val"].dtype.is_floating_point
     if not whole or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
         return None
-    if not statically_known_true(divisor > 0):
+    # The division runs in the dtype of its operand, to which the divisor is cast first.
+    if not statically_known_true(divisor > 0) or not holds_integers(node.args[0].meta["val"].dtype, 0, divisor):
         return None
     if node.target in _REMAINDERS:
         static = isinstance(divisor, int) and isinstance(length, int)
@@ -204,19 +202,22 @@ def _divided(node: Node) -> Repeated | None:
 
 
 def _repeated_iota(node: Node) -> Repeated | None:
-    """An arange with every element, or the whole of it, repeated: [S, 1] or [1, S] expanded, or ``repeat(k)``."""
+    """An arange with every element, or the whole of it, repeated: [S], [S, 1] or [1, S] expanded, or ``repeat(k)``."""
     if node.target is aten.repeat.default and _is_iota(same_values(node.args[0])) and len(node.args[1]) == 1:
         times = node.args[1][0]
         return Repeated(None, numel(node), times, strided=True) if isinstance(times, int) and times > 0 else None
     if node.target is not aten.expand.default or not _is_iota(same_values(node.args[0])):
         return None
     before, after = _size(node.args[0]), _size(node)
-    if len(before) != 2 or len(after) != 2 or not all(isinstance(n, int) for n in after):
+    if len(before) > 2 or len(after) != 2 or not all(isinstance(n, int) for n in (*before, *after)):
         return None
-    strided = _same(before[0], 1) and not _same(after[0], 1)
-    times = after[0] if strided else after[1]
-    repeated_dim = before[0 if strided else 1]
-    return Repeated(None, numel(node), times, strided) if _same(repeated_dim, 1) and times > 0 else None
+    # ``expand`` aligns on the right; of the two dims one is the arange's own and stays as it is.
+    before = (1,) * (2 - len(before)) + before
+    if before[1] == after[1] and before[0] == 1 and after[0] > 0:
+        return Repeated(None, numel(node), after[0], strided=True)
+    if before[0] == after[0] and before[1] == 1 and after[1] > 0:
+        return Repeated(None, numel(node), after[1])
+    return None
 
 
 def names_once(indices: Sequence[Node | None]) -> bool:

@@ -21,7 +21,8 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 class ScatterAdd:
     """``base[indices] += values``: indices as index_put takes them, one for each leading dim, None for a whole dim.
 
-    keep: a mask as long as the index; where it is false the values are left out. None: nothing is left out.
+    values broadcast to the shape of ``base[indices]``. keep: a mask as long as the index; where it is false the values are
+    left out. None: nothing is left out. factor: what the values are multiplied with.
     """
 
     node: Node
@@ -29,6 +30,7 @@ class ScatterAdd:
     indices: tuple[Node | None, ...]
     values: Node
     keep: Node | None = None
+    factor: Any = 1
 
     @property
     def dim(self) -> int:
@@ -55,10 +57,13 @@ def match(node: Node) -> ScatterAdd | None:
         base, mask, indices, values = node.args
         keep = row_mask(mask, indices)
         return ScatterAdd(node, base, tuple(indices), values, keep) if keep is not None else None
-    if node.target is aten.index_add.default and node.kwargs.get("alpha", 1) == 1:
+    if node.target is aten.index_add.default:
         base, dim, index, values = node.args
         dim %= max(value.dim(), 1)
-        return ScatterAdd(node, base, (*[None] * dim, index), values) if index.meta["val"].dim() == 1 else None
+        factor = node.kwargs.get("alpha", 1)
+        if index.meta["val"].dim() != 1 or value.dim() == 0:
+            return None
+        return ScatterAdd(node, base, (*[None] * dim, index), values, factor=factor)
     if node.target is aten.scatter_add.default or _sums_onto_base(node):
         base, dim, index, values = node.args[:4]
         dim %= max(value.dim(), 1)
@@ -115,11 +120,16 @@ def row_mask(mask: Node, indices: Any) -> Node | None:
 
 def row_index(index: Node, values: Node, dim: int) -> Node | None:
     """The row indices [N] that ``index`` repeats along all dims of ``values`` but ``dim``."""
-    if index.target is not aten.expand.default or index.meta["val"].shape != values.meta["val"].shape:
+    expanded = index.meta["val"].shape
+    if index.target is not aten.expand.default or expanded != values.meta["val"].shape:
         return None
     rows = index.args[0]
     shape = rows.meta["val"].shape
-    if not all(statically_known_true(n == 1) for d, n in enumerate(shape) if d != dim):
+    # ``expand`` aligns on the right: it may have put dims in front, of which ``dim`` must not be one.
+    at = dim - (len(expanded) - len(shape))
+    if at < 0 or not statically_known_true(shape[at] == expanded[dim]):
+        return None
+    if not all(statically_known_true(n == 1) for d, n in enumerate(shape) if d != at):
         return None
     inner = same_values(rows)
     return inner if inner.meta["val"].dim() == 1 else None

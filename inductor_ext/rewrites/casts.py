@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from ..analysis.moves import PARTS, VIEWS, cast_of, constant_of, dtype_of, holds, moved
+from ..analysis.purity import base, viewed, written
 from ..compat import has_out_dtype_matmul, inductor_config, size_hint
 from ..options import Options
 from ..report import record, user_line
@@ -57,6 +58,7 @@ class _RoundTrips:
         self._has: dict[tuple[Node, torch.dtype], bool] = {}
         self._made: dict[tuple[Node, torch.dtype], Node] = {}
         self._sources: dict[Node, torch.dtype | None] = {}
+        self._written = written(build.graph)
 
     def shorten(self, cast: Node) -> None:
         """Replace a cast whose operand was itself cast, to a type that holds what it was, by one from there."""
@@ -69,6 +71,9 @@ class _RoundTrips:
         kinds = [str(d).removeprefix("torch.") for d in (source, dtype_of(operand), target)]
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
+        if returned and base(result) in self._written:
+            # The cast is the value before the tensor is written to.
+            return
         with self.build.before(cast):
             result = self.build.convert(result, target)
             if returned and value_of(result).stride() != expected.stride():
@@ -94,11 +99,11 @@ class _RoundTrips:
 
     def _own_memory(self, result: Node) -> None:
         """A cast that is returned makes a tensor; what takes its place must not be one that somebody else holds."""
-        base, shared = result, False
-        while base.target in VIEWS:
-            base = base.args[0]
-            shared = shared or len(base.users) > 1
-        if base.op == "call_function" and not shared and (base is not result or len(base.users) == 1):
+        owner, shared = result, False
+        while (inner := viewed(owner)) is not None:
+            owner = inner
+            shared = shared or len(owner.users) > 1
+        if owner.op == "call_function" and not shared and (owner is not result or len(owner.users) == 1):
             return
         users = list(result.users)
         with self.build.before(result.next, like=result):
@@ -182,7 +187,7 @@ class _RoundTrips:
 
 def _reaches_output(node: Node) -> bool:
     """Whether a tensor, or a view of it, is returned."""
-    return any(user.op == "output" or (user.target in VIEWS and _reaches_output(user)) for user in node.users)
+    return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
 
 
 def _bytes(node: Node) -> str:

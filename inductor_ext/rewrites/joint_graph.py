@@ -116,18 +116,22 @@ class Builder:
     def inverse(self, permutation: Node) -> Node:
         """The inverse [N] of a permutation: found in the graph, or made right after it and shared."""
         if permutation not in self._inverses:
-            self._inverses[permutation] = argsorted(permutation) or self._stored_inverse(permutation)
+            with self.before(permutation.next, like=permutation):
+                found = argsorted(permutation) or self._stored_inverse(permutation)
+                # Index ops take two integer types.
+                index = value_of(found).dtype in (torch.int32, torch.int64)
+                self._inverses[permutation] = found if index else self.convert(found, torch.int64)
         return self._inverses[permutation]
 
     def _stored_inverse(self, permutation: Node) -> Node:
-        with self.before(permutation.next, like=permutation):
-            device = value_of(permutation).device
-            length = self.product(self.sizes(permutation, range(value_of(permutation).dim())))
-            flat = permutation if value_of(permutation).dim() == 1 else self.call(aten.view.default, permutation, [length])
-            places = self.call(
-                prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
-            )
-            return self.call(torch.ops.gradfuse.place_rows.default, places, flat)
+        """The inverse, made of an arange stored at the places that the permutation names."""
+        device = value_of(permutation).device
+        length = self.product(self.sizes(permutation, range(value_of(permutation).dim())))
+        flat = permutation if value_of(permutation).dim() == 1 else self.call(aten.view.default, permutation, [length])
+        places = self.call(
+            prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+        return self.call(torch.ops.gradfuse.place_rows.default, places, flat)
 
 
 def copy_meta(source: Node, target: Node) -> None:
@@ -148,5 +152,9 @@ def after_tangents(graph: Graph) -> set[Node]:
 
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two tensors are known to have one shape."""
-    shapes = value_of(a).shape, value_of(b).shape
-    return len(shapes[0]) == len(shapes[1]) and all(statically_known_true(m == n) for m, n in zip(*shapes, strict=True))
+    return same_sizes(value_of(a).shape, value_of(b).shape)
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..analysis.scatter_adds import ScatterAdd, is_zero, match, narrow_source, r
 from ..compat import size_hint, uses_triton_on_cpu
 from ..options import Options
 from ..report import record, user_line
-from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
+from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, same_sizes, value_of
 
 NAME = "scatters"
 
@@ -79,6 +80,9 @@ class _Rewriter:
     def scatter(self, found: ScatterAdd) -> None:
         """Replace one scatter-add by the best form of the same sum."""
         with self.build.before(found.node):
+            if found.factor != 1:
+                values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
+                found = replace(found, values=values, factor=1)
             forms = (self._gathered, self._stored, self._segmented, self._widened)
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
@@ -152,7 +156,7 @@ class _Rewriter:
 
     def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
         """Whether a sort and a segmented sum take less time than fp32 atomics (or must, to be reproducible)."""
-        base, values, index = value_of(found.base).shape, value_of(found.values).shape, _index_shape(found)
+        base, values, index = value_of(found.base).shape, _values_shape(found), _index_shape(found)
         if any(size_hint(n) in (None, 0) for n in (*base, *values, *index)):
             return False
         cells, elements, places = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
@@ -210,7 +214,7 @@ class _Rewriter:
         shape = _index_shape(found)
         dims = [*range(found.dim), *range(found.dim + len(found.indexed), value_of(found.base).dim())]
         sizes = self.build.sizes(found.base, dims)
-        if len(shape) == 1 and found.dim == 0 and value_of(values).dim() == 1 + len(sizes):
+        if len(shape) == 1 and found.dim == 0 and same_sizes(value_of(values).shape, _values_shape(found)):
             return values
         index_sizes = [n if isinstance(n, int) else self.build.size(found.indexed[0], d) for d, n in enumerate(shape)]
         full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
@@ -303,6 +307,12 @@ def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
     if all(same_shape(first, other) for other in others):
         return tuple(value_of(first).shape)
     return tuple(torch.broadcast_shapes(*(value_of(i).shape for i in found.indexed)))
+
+
+def _values_shape(found: ScatterAdd) -> tuple[Any, ...]:
+    """The shape of ``base[indices]``, which the values broadcast to."""
+    base = value_of(found.base).shape
+    return (*base[: found.dim], *_index_shape(found), *base[found.dim + len(found.indexed) :])
 
 
 def _narrowest(rows: int | None) -> torch.dtype:

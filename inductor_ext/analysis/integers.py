@@ -1,0 +1,125 @@
+"""What values an integer tensor of a joint graph can hold, and which dtypes hold them unchanged.
+
+A cast between integer types, an addition in int32 and a float that stands for an integer are exact only within a range, so a
+proof about an index asks here for the range of its *values*; how many elements a tensor has says nothing about them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..compat import statically_known_true
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: The least and the greatest value, ints or symbolic integers; None where nothing bounds it.
+Range = tuple[Any, Any]
+
+_MOVES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.repeat.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.flip.default,
+    prims.rev.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+}
+CASTS = {aten._to_copy.default, prims.convert_element_type.default}
+SORTS = {aten.sort.default, aten.sort.stable}
+
+
+def holds_integers(dtype: torch.dtype, low: Any, high: Any) -> bool:
+    """Whether ``dtype`` represents every integer from ``low`` to ``high`` (None: unbounded)."""
+    if low is None or high is None or dtype.is_complex:
+        return False
+    least, greatest = exact_integers(dtype)
+    return statically_known_true(low >= least) and statically_known_true(high <= greatest)
+
+
+def exact_integers(dtype: torch.dtype) -> tuple[int, int]:
+    """The range within which a dtype represents every integer: all of an integer type, 2**24 for fp32, 2**8 for bf16."""
+    if dtype is torch.bool:
+        return 0, 1
+    if dtype.is_floating_point:
+        # eps is the distance from 1 to the next number; every integer up to 2 / eps is one.
+        most = int(2 / torch.finfo(dtype).eps)
+        return -most, most
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def value_range(node: Node) -> Range:
+    """The range of an integer tensor's values: what its computation allows, at most what its dtype does."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point or value.dtype.is_complex:
+        return None, None
+    low, high = _computed(node)
+    return (low, high) if holds_integers(value.dtype, low, high) else exact_integers(value.dtype)
+
+
+def _computed(node: Node) -> Range:
+    """The range of the exact result of a node's op; (None, None) where nothing is known."""
+    if node.op != "call_function":
+        return None, None
+    target = node.target
+    if target is prims.iota.default or target is aten.arange.default:
+        return _of_iota(node)
+    if target is aten.randperm.default:
+        return 0, node.meta["val"].shape[0] - 1
+    if target in (aten.argsort.default, aten.argsort.stable):
+        return 0, _sorted_length(node) - 1
+    if target is operator.getitem and node.args[1] == 1 and node.args[0].target in (*SORTS, aten.topk.default):
+        return 0, _sorted_length(node.args[0]) - 1
+    if target is aten.full.default and isinstance(node.args[1], int):
+        return node.args[1], node.args[1]
+    if target in CASTS and isinstance(node.args[0], Node):
+        source = node.args[0].meta["val"].dtype
+        return value_range(node.args[0]) if not source.is_floating_point and not source.is_complex else (None, None)
+    if target in _MOVES and isinstance(node.args[0], Node):
+        return value_range(node.args[0])
+    return None, None
+
+
+def _of_iota(node: Node) -> Range:
+    length = node.meta["val"].shape[0]
+    if node.target is aten.arange.default:
+        return (0, length - 1) if len(node.args) == 1 else (None, None)
+    start, step = node.kwargs.get("start"), node.kwargs.get("step")
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None, None
+    ends = start, start + step * (length - 1)
+    return ends if step > 0 else (ends[1], ends[0])
+
+
+def _sorted_length(call: Node) -> Any:
+    """The length of the dim that a sort, argsort or topk runs along."""
+    shape = call.args[0].meta["val"].shape
+    return shape[sorted_dim(call)] if len(shape) else 1
+
+
+def sorted_dim(call: Node) -> int:
+    """The dim that a sort, argsort or topk runs along."""
+    at = 2 if call.target is aten.topk.default else 1
+    if call.target not in (aten.sort.stable, aten.argsort.stable) and len(call.args) > at:
+        return call.args[at]
+    return call.kwargs.get("dim", -1)

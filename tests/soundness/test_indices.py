@@ -1,0 +1,109 @@
+"""Index programs for which a proof was wrong once: shapes that broadcast, ranges that wrap, narrow dtypes."""
+
+import pytest
+import torch
+
+from tests.eager_graphs import eager_graphs
+from tests.flex.case import relative_error
+
+from .check import matches_eager
+
+HALF = 4e-3
+
+
+def rows(n, c, dtype=torch.float32):
+    return torch.randn(n, c, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 8)])
+def test_a_gather_whose_index_has_a_new_leading_dim(shape):
+    """``expand`` aligns on the right: ``index[r][c]`` is ``i[c]``, no row index."""
+    matches_eager(lambda x, key: x.gather(0, key.argsort().expand(*shape)), rows(8, 8), torch.randn(8))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 8)])
+@pytest.mark.parametrize("unique", [True, False])
+def test_a_scatter_whose_index_has_a_new_leading_dim(shape, unique):
+    index = torch.randperm(8) if unique else torch.randint(0, 8, (8,))
+
+    def function(x, i):
+        return x.new_zeros(10, 8).scatter_add(0, i.expand(*shape), x)
+
+    matches_eager(function, rows(*shape, torch.bfloat16), index, tolerance=HALF, exact=True)
+    matches_eager(lambda x, key: x.new_zeros(10, 8).scatter_add(0, key.argsort().expand(*shape), x), rows(*shape), torch.randn(8))
+
+
+def test_a_scatter_whose_index_is_expanded_along_its_own_dim():
+    index = torch.tensor([[2]])
+    matches_eager(lambda x, i: x.new_zeros(10, 8).scatter_add(0, i.expand(5, 8), x), rows(5, 8), index)
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 4), (1, 1), (4,), ()])
+@pytest.mark.parametrize("unique", [True, False])
+def test_values_that_broadcast_are_expanded(shape, unique):
+    def function(v, key):
+        index = key.argsort() if unique else key.argsort() // 3
+        return torch.zeros(7, 4, dtype=v.dtype).index_put((index,), v, accumulate=True)
+
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, HALF)):
+        matches_eager(function, torch.randn(shape, dtype=dtype).requires_grad_(), torch.randn(7), tolerance=tolerance, exact=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 3), (7, 3), (1, 7, 1), (1, 1, 3), ()])
+def test_values_that_broadcast_around_an_index_of_a_middle_dim(shape):
+    def function(v, key):
+        return torch.ops.aten.index_put(torch.zeros(5, 7, 3), [None, key.argsort()], v, True)
+
+    matches_eager(function, torch.randn(shape).requires_grad_(), torch.randn(7))
+
+
+def test_topk_indices_that_wrap_in_a_narrow_dtype():
+    def function(x, key):
+        return x[key.topk(60).indices.to(torch.int8).long()]
+
+    matches_eager(function, rows(1000, 4), torch.arange(1000.0))
+
+
+def test_a_narrow_arange_that_wraps():
+    matches_eager(lambda x: x[torch.arange(200).to(torch.int8).long()], rows(200, 3))
+    matches_eager(lambda x: x[(torch.arange(200).to(torch.int8) // 2).long()], rows(200, 3))
+
+
+def test_a_divisor_that_wraps_in_a_narrow_dtype():
+    matches_eager(lambda x: x[(torch.arange(100, dtype=torch.int8) % 50 // 200).long()], rows(200, 3))
+
+
+def test_an_arange_of_one_element_expanded_along_both_dims():
+    matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5)], rows(15, 3))
+    matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5).reshape(-1)], rows(5, 3))
+
+
+def test_aranges_expanded_along_one_dim():
+    for make in (
+        lambda: torch.arange(5)[:, None].expand(5, 3),
+        lambda: torch.arange(5)[None].expand(3, 5),
+        lambda: torch.arange(5).expand(3, 5),
+    ):
+        matches_eager(lambda x, make=make: x[make().reshape(-1)], rows(5, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.uint8, torch.int32])
+def test_a_permutation_of_a_narrow_dtype_reaches_an_index(dtype):
+    matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort()], rows(50, 3))
+    matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort() // 2], rows(25, 3))
+
+
+def test_a_permutation_that_is_rounded_on_the_way():
+    """bfloat16 holds integers to 256: what comes back is no permutation."""
+    matches_eager(lambda x, key: x[key.argsort().to(torch.bfloat16).to(torch.int64).clamp(max=999)], rows(1000, 3), torch.randn(1000))
+
+
+def test_index_add_with_a_factor_is_rounded_once():
+    def function(b, i, s):
+        return b.index_add(1, i, s, alpha=-0.5)
+
+    b, i, s = torch.randn(40, 9).bfloat16(), torch.randint(0, 9, (300,)), torch.randn(40, 300).bfloat16()
+    exact = function(b.double(), i, s.double())
+    with eager_graphs():
+        got = torch.compile(function, backend="gradfuse", fullgraph=True)(b, i, s)
+    assert relative_error(got, exact) <= 1.2 * relative_error(exact.bfloat16(), exact)
