@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 # The package shadows this module with the op of the same name.
 _flex_ops = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -50,8 +51,10 @@ __all__ = [
     "PointwiseSubgraphLowering",
     "SymbolicGridFn",
     "V",
+    "ValueRanges",
     "associative_scan_hop",
     "autotune",
+    "bound_sympy",
     "compile_fx",
     "compile_fx_inner",
     "detect_fake_mode",

@@ -29,6 +29,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from ..compat import ValueRanges, bound_sympy
+from .integers import exact_integers
+from .reductions import factors, summed
+
 
 class Positions(enum.Enum):
     """Which of the query and key positions, and how."""
@@ -87,7 +91,11 @@ _D = sympy.Symbol("d", integer=True)
 
 
 class _Value(NamedTuple):
-    """The abstract value of a node: its footprint and, where it is exact integer arithmetic, a polynomial."""
+    """The abstract value of a node: its footprint and, where it is exact integer arithmetic, a polynomial.
+
+    The value is that of the polynomial in the integers, or for an integer dtype what wrapping makes of it: sums, differences
+    and products of wrapped operands wrap to the same. A cast does not, so it keeps a polynomial only where nothing wrapped.
+    """
 
     footprint: Footprint
     polynomial: sympy.Expr | None = None
@@ -118,15 +126,20 @@ _CONSTANT = frozenset({"full", "full_like", "ones_like", "zeros_like", "new_full
 _CASTS = names(
     "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
 )
-_EXACT_CASTS = {torch.int32, torch.int64, torch.float32, torch.float64}
+#: Dtypes of which sums and products are followed. A float's are exact within the integers that it represents.
+_FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
+#: What a position is below where its length is symbolic: positions are 32-bit integers, and the sum of two does not wrap.
+_MOST_POSITIONS = 2**30
 
 
-def footprints(graph: Graph) -> dict[Node, Footprint]:
+def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, Footprint]:
     """The footprint of every node of a score_mod graph ``(score, b, h, q, k, *captured)``.
 
     Works on Dynamo's graphs (``operator``, ``torch`` functions, tensor methods) and on ATen's. Nodes carry a fake
-    tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact.
+    tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact. ``extents`` are the lengths of
+    the ranges of b, h, q and k; one that is no int is not known.
     """
+    ranges = Ranges(extents)
     score, b, h, q, k, *captured = graph.find_nodes(op="placeholder")
     values = {
         score: _Value(Footprint(score=True)),
@@ -140,10 +153,11 @@ def footprints(graph: Graph) -> dict[Node, Footprint]:
     counter = itertools.count()
     for node in graph.nodes:
         if node not in values and node.op != "output":
-            value = _evaluate(node, values, atoms)
+            value = _evaluate(node, values, atoms, ranges)
             if value.polynomial is None and _exact(node) and value.footprint.positions is not Positions.PAIR:
                 atom = sympy.Symbol(f"n{next(counter)}", integer=True)
                 atoms[atom] = value.footprint
+                ranges.add(atom, _dtype(node))
                 value = value._replace(polynomial=atom)
             values[node] = value
     return {node: value.footprint for node, value in values.items()}
@@ -157,7 +171,37 @@ def name_of(node: Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint]) -> _Value:
+class Ranges:
+    """The ranges of the symbols of polynomials, and whether a dtype holds all that a polynomial can be."""
+
+    def __init__(self, extents: Sequence[Any]) -> None:
+        lengths = [n if isinstance(n, int) else _MOST_POSITIONS for n in extents]
+        self._ranges = {s: ValueRanges(0, max(n - 1, 0)) for s, n in zip((B, H, Q, K), lengths, strict=True)}
+
+    def add(self, symbol: sympy.Symbol, dtype: torch.dtype | None) -> None:
+        """A new symbol, which may be anything that its dtype holds; a Python integer has no bounds."""
+        if dtype is not None:
+            self._ranges[symbol] = ValueRanges(*exact_integers(dtype))
+
+    def fits(self, polynomial: sympy.Expr, dtype: torch.dtype | None) -> bool:
+        """Whether a dtype represents every value of a polynomial; a Python integer (None) always does."""
+        if dtype is None:
+            return True
+        if not polynomial.free_symbols <= self._ranges.keys():
+            return False
+        least, greatest = exact_integers(dtype)
+        found = bound_sympy(sympy.expand(polynomial), self._ranges)
+        return bool(found.lower >= least and found.upper <= greatest)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    """The dtype of a node's tensor, None for a Python number."""
+    return getattr(_fake(node), "dtype", None)
+
+
+def _evaluate(
+    node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges
+) -> _Value:
     operands = [values[n] for n in node.all_input_nodes]
     joined = functools.reduce(Footprint.join, (v.footprint for v in operands), NOTHING)
     if joined.unknown or node.op not in ("call_function", "call_method", "get_attr"):
@@ -167,13 +211,18 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
     name = name_of(node)
     if node.target is operator.getitem or name in ("index", "mod_index"):
         scalar = all(isinstance(i, (int, Node)) for i in _indices(node))
-        return _Value(joined) if scalar else _Value(UNKNOWN)
+        # An element of a vector that is computed for each position could not be read outside.
+        captured = isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+        return _Value(joined) if scalar and captured else _Value(UNKNOWN)
     if name in _CONSTANT:
         return _Value(NOTHING if not any(isinstance(a, Node) for a in node.args[1:]) else joined)
+    if summed(node) is not None:
+        # Anything but an inner product would hold a vector for every pair.
+        return _Value(joined if joined.positions is not Positions.PAIR or factors(node) is not None else UNKNOWN)
     binary = name in _BINARY_ONLY and len(node.args) == 2 and all(isinstance(a, Node) for a in node.args)
     if name not in POINTWISE | _CASTS and not binary:
         return _Value(UNKNOWN)
-    polynomial = _polynomial(node, name, values)
+    polynomial = _polynomial(node, name, values, ranges)
     if polynomial is None:
         return _Value(joined)
     return _Value(_footprint(polynomial, joined, atoms), polynomial)
@@ -202,20 +251,37 @@ def _exact(node: Node) -> bool:
     return isinstance(value, (int, torch.SymInt))
 
 
-def _polynomial(node: Node, name: str, values: dict[Node, _Value]) -> sympy.Expr | None:
+def _polynomial(node: Node, name: str, values: dict[Node, _Value], ranges: Ranges) -> sympy.Expr | None:
     """The node's value as a polynomial of its operands', None where it is not exact integer arithmetic."""
+    dtype = _dtype(node)
+    if dtype is not None and dtype not in _FOLLOWED:
+        return None
+    result = _exact_result(node, name, values)
+    if result is None:
+        return None
+    # An operand of another dtype is cast first.
+    kept = all(_keeps(values[a].polynomial, _dtype(a), dtype, ranges) for a in node.all_input_nodes)
+    floats = dtype is not None and dtype.is_floating_point
+    return result if kept and (not floats or ranges.fits(result, dtype)) else None
+
+
+def _keeps(polynomial: sympy.Expr, before: torch.dtype | None, after: torch.dtype | None, ranges: Ranges) -> bool:
+    """Whether a cast keeps the value of a polynomial: it did not wrap before, and does not afterwards."""
+    return before is after or (ranges.fits(polynomial, before) and ranges.fits(polynomial, after))
+
+
+def _exact_result(node: Node, name: str, values: dict[Node, _Value]) -> sympy.Expr | None:
+    """What the node computes of its operands' polynomials in the integers."""
     if name in _CASTS:
         source = node.args[0]
-        dtype = getattr(_fake(node), "dtype", None)
-        return values[source].polynomial if isinstance(source, Node) and dtype in _EXACT_CASTS else None
+        return values[source].polynomial if isinstance(source, Node) else None
     if node.kwargs and set(node.kwargs) - {"alpha"}:
         return None
     operands = [_operand(a, values) for a in node.args]
     if any(x is None for x in operands):
         return None
     alpha = _operand(node.kwargs.get("alpha", 1), values)
-    value = _fake(node)
-    if alpha is None or (isinstance(value, torch.Tensor) and value.dtype not in _EXACT_CASTS):
+    if alpha is None:
         return None
     if name == "add" and len(operands) == 2:
         return operands[0] + alpha * operands[1]

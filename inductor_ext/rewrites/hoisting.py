@@ -36,9 +36,11 @@ from .. import ops  # noqa: F401  (registers gradfuse::depend)
 from ..analysis.diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..analysis.expressions import expression
 from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
+from ..analysis.purity import called
 from ..compat import flex_attention_hop
 from ..options import Options
 from ..report import record, user_line
+from .functional import impurity
 from .score_mods import drop_unused, fake_tensor, install, needs_grad, placeholders
 from .tables import Tables
 
@@ -59,7 +61,10 @@ def rewrite(gm: GraphModule, own: Options) -> None:
     if not own.enabled(NAME):
         return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
-        if needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())]):
+        module = getattr(gm, node.args[3].target)
+        trains = needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())])
+        # What is left of an impure score_mod was reported where it was left as it is.
+        if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
             _rewrite_node(gm, node, own)
     gm.recompile()
 
@@ -71,6 +76,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
+    _fill_constants(graph)
     tables = Tables(
         gm.graph,
         graph,
@@ -79,7 +85,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         dict(zip(placeholders(graph)[5:], captured, strict=True)),
         masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
     )
-    hoist = _Hoist(graph, footprints(graph), list(captured), tables)
+    hoist = _Hoist(graph, footprints(graph, _extents(query, key)), list(captured), tables)
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         hoist.merge_sums()
@@ -104,6 +110,40 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
     for path, why in hoist.done:
         record(NAME, "flex_attention", path, why, user_line(node))
+
+
+def _extents(query: Node, key: Node) -> list[Any]:
+    """How many values b, h, q and k take."""
+    shape = fake_tensor(query).shape
+    return [*shape[:3], fake_tensor(key).shape[2]]
+
+
+def _is_vector(node: Node) -> bool:
+    """Whether a node of a score_mod computes more than one number, as a row of a captured tensor does."""
+    value = fake_tensor(node)
+    return node.op in ("call_function", "call_method") and value is not None and value.dim() > 0
+
+
+def _has_vectors(graph: Graph) -> bool:
+    return any(map(_is_vector, graph.nodes))
+
+
+def _fill_constants(graph: Graph) -> None:
+    """``zeros_like(x)`` and the like take nothing from ``x`` but its dtype: they do not depend on it."""
+    for node in list(graph.nodes):
+        value, name = fake_tensor(node), called(node)
+        if value is None or value.dim() > 0:
+            continue
+        number = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}.get(name)
+        if name in ("full_like", "new_full"):
+            at = 1 if name == "full_like" else 2
+            number = node.args[at] if len(node.args) > at else node.kwargs.get("fill_value")
+        if isinstance(number, (bool, int, float)):
+            with graph.inserting_before(node):
+                constant = graph.call_function(torch.full, ((), number), {"dtype": value.dtype, "device": value.device})
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            graph.erase_node(node)
 
 
 def _only_output(node: Node) -> bool:
@@ -162,7 +202,7 @@ class _Hoist:
 
     def merge_sums(self) -> None:
         """In every sum, score-free terms of one footprint become one table."""
-        for root in [n for n in self.graph.nodes if n.target in _SUMS and not self._inside_a_sum(n)]:
+        for root in [n for n in self.graph.nodes if _adds_numbers(n) and not self._inside_a_sum(n)]:
             if root not in self.footprints or self._hoistable(root):
                 continue
             terms = self._terms(root)
@@ -205,7 +245,7 @@ class _Hoist:
             and footprint is not None
             and not footprint.unknown
             and not footprint.score
-            and (footprint.positions is not Positions.PAIR or self._small(footprint))
+            and (footprint.positions is not Positions.PAIR or self._small(footprint) or self._sums_vectors(node))
             and value is not None
             and value.dim() == 0
             and value.is_floating_point()
@@ -217,6 +257,10 @@ class _Hoist:
             return False
         return self.footprints[node].positions is not Positions.PAIR or self._worth_hoisting(node)
 
+    def _sums_vectors(self, node: Node) -> bool:
+        """Whether a number is computed from whole rows of captured tensors, which no kernel can do for every score."""
+        return any(_is_vector(n) for n in self._cone(node))
+
     def _small(self, footprint: Footprint) -> bool:
         """Whether a table of pairs is small enough to be made."""
         elements = self.tables.elements(footprint)
@@ -225,7 +269,7 @@ class _Hoist:
     def _worth_hoisting(self, node: Node) -> bool:
         if not self._hoistable(node) or not self._reads_tables(node) or self._plain_read(node) or node in self.reads:
             return False
-        if self.footprints[node].positions not in _WIDE:
+        if self.footprints[node].positions not in _WIDE or self._sums_vectors(node):
             return True
         wide = [n for n in self._cone(node) if self.footprints[n].positions in _WIDE]
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _DEAR for n in wide)
@@ -245,7 +289,7 @@ class _Hoist:
         return any(self._is_read(n) for n in self._cone(node))
 
     def _inside_a_sum(self, node: Node) -> bool:
-        return len(node.users) == 1 and next(iter(node.users)).target in _SUMS
+        return len(node.users) == 1 and _adds_numbers(next(iter(node.users)))
 
     # ------------------------------------------------ pieces
 
@@ -262,7 +306,7 @@ class _Hoist:
 
     def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
         """A sum as signed terms; a node that is no sum, or is used elsewhere too, is one term."""
-        if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+        if not _adds_numbers(node):
             return [(sign, node)]
         if node in self.footprints and self._hoistable(node):
             return [(sign, node)]
@@ -298,6 +342,27 @@ class _Hoist:
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
         self.done.append(("table", f"{text}: {footprint}, {note}"))
         return read
+
+
+def _adds_numbers(node: Any) -> bool:
+    """Whether a node adds or subtracts real numbers, whose order and grouping is free: all floating point of one precision.
+
+    Integers wrap and lose that meaning when they become floats, booleans have a logic of their own.
+    """
+    if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+        return False
+    kinds = {_precision(x) for x in (node, *node.args)} - {"number"}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _precision(x: Any) -> str | None:
+    """The precision that a term is computed in here (half precision in fp32), "number" for a Python number, else None."""
+    if isinstance(x, (int, float)):
+        return "number"
+    value = fake_tensor(x)
+    if value is None or not value.is_floating_point():
+        return None
+    return "float64" if value.dtype is torch.float64 else "float32"
 
 
 def _single_use(node: Any) -> bool:

@@ -3,6 +3,8 @@
 Dynamo hands us ``flex_attention(q, k, v, score_mod, block_mask, ..., captured, mask_captured)`` with the score_mod as a
 small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its value and its gradient:
 
+    in-place operations      x.mul_(2); no_grad regions  -> x * 2; detached values
+    a lookup by embedding    embedding(i, table)         -> table[i]
     nested indexing          table[i][j]                 -> table[i, j]
     captured-only work       softplus(table)[h], w[0]    -> computed once outside, the result captured
     0-d captures             score * temperature         -> score * temperature.view(1)[0]
@@ -20,9 +22,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..analysis.purity import is_pure
 from ..compat import flex_attention_hop
 from ..options import Options
-from ..report import record, user_line
+from ..report import STOCK, record, user_line
+from .functional import Impure, functionalise
 
 NAME = "score_mods"
 INPUTS = 5
@@ -47,13 +51,19 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
     graph.output(returned)
     done: list[str] = []
 
-    with gm.graph.inserting_before(node):
-        _flatten_nested_indexing(graph, done)
-        score_captured = _compute_outside(gm.graph, graph, score_captured, done)
-        score_captured = drop_unused(graph, score_captured, done)
-        score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
-        _connect_score(graph, done)
-        new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    new_score_mod = score_mod
+    try:
+        done += functionalise(graph)
+        with gm.graph.inserting_before(node):
+            _lookups(graph, done)
+            _flatten_nested_indexing(graph, done)
+            score_captured = _compute_outside(gm.graph, graph, score_captured, done)
+            score_captured = drop_unused(graph, score_captured, done)
+            score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
+            _connect_score(graph, done)
+            new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    except Impure as error:
+        record(NAME, "flex_attention", STOCK, f"the score_mod is left as it is: {error}", user_line(node))
 
     kernel_options = dict(kernel_options)
     if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([query, key, value, *score_captured]):
@@ -111,6 +121,23 @@ def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
     return indices
 
 
+def _lookups(graph: Graph, done: list[str]) -> None:
+    """``embedding(i, table)`` is ``table[i]``, unless it pads or renormalises."""
+    for node in list(graph.find_nodes(op="call_function", target=torch.nn.functional.embedding)):
+        index, table, *rest = node.args
+        if not any(x not in (None, False) for x in (*rest[:2], *rest[3:], *_without_defaults(node.kwargs))):
+            with graph.inserting_before(node):
+                read = graph.call_function(operator.getitem, (table, (index,)))
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
+            done.append("embedding read as an index")
+
+
+def _without_defaults(kwargs: dict[str, Any]) -> list[Any]:
+    return [value for name, value in kwargs.items() if name != "norm_type"]
+
+
 def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
     for outer in list(graph.find_nodes(op="call_function", target=operator.getitem)):
         inner = outer.args[0]
@@ -132,7 +159,7 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
     movable: dict[Node, bool] = {p: True for p in operands}
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op in ("call_function", "call_method") and inputs:
+        if node.op in ("call_function", "call_method") and inputs and is_pure(node):
             movable[node] = not position & set(inputs) and all(movable.get(i, False) for i in inputs)
 
     moved: dict[Node, Node] = {}

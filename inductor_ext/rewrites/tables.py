@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..analysis.footprints import Footprint, Positions
+from ..analysis.reductions import depends_on_position, factors, summed
 from .score_mods import fake_tensor, placeholders
 
 
@@ -160,13 +161,40 @@ class Tables:
             indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             shape = fake_tensor(table).shape
             safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
-            done[node] = self.outer.call_function(operator.getitem, (self._outside(table, grid, done), safe))
+            read = self.outer.call_function(operator.getitem, (self._outside(table, grid, done), safe))
+            number = fake_tensor(node).dim() == 0 and not any(isinstance(i, Node) for i in indices)
+            done[node] = self._one_element(read) if number else read
+        elif summed(node) is not None:
+            done[node] = self._sum_of_vectors(node, grid, done)
         else:
-            for n in node.all_input_nodes:
-                self._outside(n, grid, done)
-            done[node] = self.outer.node_copy(node, lambda n: done[n])
-            done[node].meta.pop("example_value", None)
+            vector = fake_tensor(node) is not None and fake_tensor(node).dim() > 0
+            inputs = {n: self._outside(n, grid, done) for n in node.all_input_nodes}
+            for n in inputs if vector else ():
+                if fake_tensor(n).dim() == 0:
+                    inputs[n] = self.outer.call_function(torch.unsqueeze, (inputs[n], -1))
+            copied = self.outer.node_copy(node, lambda n: inputs[n])
+            copied.meta.pop("example_value", None)
+            done[node] = copied if node.all_input_nodes else self._one_element(copied)
         return done[node]
+
+    def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
+        """A sum over vectors, each [*grid, D] with size 1 along positions that it does not depend on."""
+        call = self.outer.call_function
+        if factors(node) is None:
+            vectors = [self._outside(n, grid, done) for n in summed(node)]
+            return call(torch.sum, (vectors[0] if len(vectors) == 1 else call(torch.mul, tuple(vectors)), -1))
+        sides = []
+        for vector, other_axis in zip(factors(node), (-2, -3), strict=True):
+            side = self._outside(vector, grid, done)
+            if not depends_on_position(vector):
+                side = call(torch.unsqueeze, (call(torch.unsqueeze, (side, 0)), 0))
+            sides.append(call(torch.select, (side, other_axis, 0)))
+        rows, columns = sides
+        return call(torch.matmul, (rows, call(torch.transpose, (columns, -1, -2))))
+
+    def _one_element(self, number: Node) -> Node:
+        """A 0-d tensor as one of a single element: beside others, a 0-d one would have no say in the dtype of a result."""
+        return self.outer.call_function(torch.unsqueeze, (number, 0))
 
     def _in_working_dtype(self, node: Node) -> Any:
         operand, value = self.captured[node], fake_tensor(node)

@@ -58,6 +58,10 @@ SPELLINGS = [
     ("t[torch.clamp(q - k, min=0, max=5)]", "diagonal"),
     ("t[torch.clamp(k - q, -3, 3) + 3]", "diagonal"),
     ("(q - k) // 2", "diagonal"),
+    ("(k.float() * 16777213 - q.float() * 16777213).long()", "pair"),
+    ("(k * 2**30).long() - (q * 2**30).long()", "pair"),
+    ("(k.long() * 2**30) - (q.long() * 2**30)", "diagonal"),
+    ("(k.half() - q.half()).long()", "pair"),
     ("(q - k) % 4", "diagonal"),
     ("(q - k) * (q - k)", "diagonal"),
     ("(q - k) ** 2", "diagonal"),
@@ -88,8 +92,8 @@ SPELLINGS = [
     ("s + t[q - k]", "score+diagonal"),
     ("torch.tanh(s / 20) * 20", "score+none"),
     ("t[(s > 0).long()]", "score+none"),
-    ("t.sum()", "unknown"),
-    ("u[h].sum()", "unknown"),
+    ("t.sum()", "none"),
+    ("u[h].sum()", "head+none"),
     ("s + torch.rand_like(s)", "unknown"),
     ("torch.max(q, k)", "pair"),
 ]
@@ -119,7 +123,7 @@ def test_spelling(body, expected):
     module, _, tables = analysed(body)
     Evaluate(module).run(torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in "bhqk"), *tables)
     (out,) = module.graph.find_nodes(op="output")[0].args
-    assert str(footprints(module.graph)[out]) == expected
+    assert str(footprints(module.graph, random_score_mods.EXTENTS)[out]) == expected
 
 
 def varies(values, positions):
@@ -144,7 +148,7 @@ def varies(values, positions):
 def test_no_node_depends_on_more_than_its_footprint_says(body):
     module, score, tables = analysed(body)
     Evaluate(module).run(score, *random_score_mods.grid(), *tables)
-    for node, footprint in footprints(module.graph).items():
+    for node, footprint in footprints(module.graph, random_score_mods.EXTENTS).items():
         value = node.meta.get("grid")
         if footprint.score or footprint.unknown or not isinstance(value, torch.Tensor) or node.name in ("t", "u", "w"):
             continue

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.eager_graphs import eager_graphs
 from tests.flex.case import Case
@@ -33,6 +34,7 @@ def _augmented(t):
 
 def _in_place_score(t):
     def score_mod(s, b, h, q, k):
+        s = s * 1.0
         s.mul_(t["t"][h, k // 2])
         return s
 
@@ -63,7 +65,7 @@ def _dense_without_gradient(t):
 
 def case(name, score_mod, dense=None, tables=None, **options):
     tables = {"t": (HEADS, LENGTH), "u": (HEADS, LENGTH)} if tables is None else tables
-    return Case(name, tables, score_mod, dense, heads=HEADS, length=LENGTH, **options)
+    return Case(name, tables, score_mod, dense or score_mod, heads=HEADS, length=LENGTH, **options)
 
 
 def times(t):
@@ -109,6 +111,8 @@ CASES = [
     case("sum_of_a_row", lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum() + (t["a"][h, q] * t["t"][h, q]).sum() * k * 0.1,
          lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum(-1) + (t["a"].sum(-1) * t["t"])[h, q] * k * 0.1,
          tables={"a": (HEADS, LENGTH, 5), "t": (HEADS, LENGTH)}),
+    case("int64_number_beside_bytes", lambda t: lambda s, b, h, q, k, c=small(t), n=torch.tensor(200): s + t["t"][h, ((c[k] + n) // 7) % LENGTH] * 1.0,
+         lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, ((c[k].long() + 200) // 7) % LENGTH]),
 ]
 
 
@@ -116,6 +120,17 @@ CASES = [
 def test_graphs_match_float64(case):
     with eager_graphs():
         case.check("cpu")
+
+
+def test_an_element_of_a_computed_row_is_refused_by_name():
+    """Stock refuses it too; read as an element of a table it would be another one."""
+    table = torch.randn(HEADS, LENGTH, requires_grad=True)
+    query = torch.randn(2, HEADS, LENGTH, 16, requires_grad=True)
+    attention = torch.compile(
+        lambda q: flex_attention(q, q, q, score_mod=lambda s, b, h, q, k: s + (table[h] * 2)[k]), backend="gradfuse"
+    )
+    with eager_graphs(), pytest.raises(Exception, match=r"Index the captured tensor with one scalar"):
+        attention(query).sum().backward()
 
 
 @pytest.mark.gpu
