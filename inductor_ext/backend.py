@@ -10,7 +10,9 @@ compiled), and our version, source and options are part of every cache key, so a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, lowerings
+from . import compat, lowerings, passes, verify
+from .dump import Dump
 from .ops import mlstm as mlstm_op
+from .ops.scan import scan
 from .options import Options, split
-from .rewrites import casts, dense_attention, dense_mlstm, gathers, hoisting, joint_graph, mlstm, scans, scatters, score_mods
+from .rewrites import gathers, mlstm
 
 
 class _CacheKey(compat.CustomGraphPass):
@@ -58,38 +62,65 @@ def _option_key(own: Options) -> str:
     return f"{own.deterministic},{own.strict},{sorted(own.disable)}"
 
 
+#: Functions of ours that passes put into Dynamo's graph: what they do is in the source, which is part of every key.
+_FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_cell))
+_numbers = itertools.count()
+
+
 class _OnJointGraph(_CacheKey):
-    """Our rewrites of the joint graph (of the whole graph, in inference), before stock's, after the user's own pass."""
+    """Our passes on the joint graph (on the whole graph, in inference), before stock's, after the user's own pass."""
+
+    def __init__(self, own: Options, users: list[Any], dump: Dump) -> None:
+        super().__init__(own, users)
+        self.dump = dump
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        joint_graph.rewrite(graph, *(partial(rewrites.rewrite, own=self.own) for rewrites in (scatters, gathers, casts)))
+        passes.run("joint", graph.owning_module, self.own, self.dump)
 
 
-def _with_passes(own: Options, patches: dict[str, Any]) -> dict[str, Any]:
-    patched = dict(patches)
-    for slot, ours in (("post_grad_custom_pre_pass", _CacheKey), ("joint_custom_pre_pass", _OnJointGraph)):
+def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
+    """Inductor's configuration for a compilation of ours."""
+    patched = {**patches, **compat.cacheable(dict.fromkeys(_FUNCTIONS, ""))}
+    for slot, ours in (("post_grad_custom_pre_pass", _CacheKey), ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump))):
         users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
         patched[slot] = ours(own, users)
+    if own.dump is not None:
+        patched["fx_graph_cache"] = False
+    if own.verify:
+        # So that the compiled graph and the eager one draw the same random numbers.
+        patched["fallback_random"] = True
     return patched
 
 
-def _inner_compile(own: Options) -> Callable[..., Any]:
-    """Inductor's inner compile of one graph (forward or backward) with our post-AOT rewrites and lowerings in force."""
+def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
+    """Inductor's inner compile of one graph (forward or backward) with our post-AOT passes and lowerings in force."""
 
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        dense_attention.rewrite(gm, own)
-        dense_mlstm.rewrite(gm, own)
+        direction = "backward" if kwargs.get("is_backward") else "forward"
+        passes.run("post_aot", gm, own, dump)
         with contextlib.ExitStack() as scope:
             scope.enter_context(compat.scans_allowed(gm))
             scope.enter_context(compat.deterministic_lowerings(own.deterministic))
             scope.enter_context(compat.override_lowerings(lowerings.table(own)))
             if gathers.needs_tuning(gm):
                 scope.enter_context(compat.inductor_config.patch(max_autotune_pointwise=True))
-            return compat.compile_fx_inner(gm, example_inputs, **kwargs)
+            compiled = compat.compile_fx_inner(gm, example_inputs, **kwargs)
+        dump.code(compiled, direction)
+        return compiled
 
     return inner
+
+
+def _compile(gm: GraphModule, inputs: Sequence[Any], own: Options, patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
+    dump = Dump(own.dump, next(_numbers))
+    passes.run("dynamo", gm, own, dump)
+    with compat.without_caches() if own.dump is not None else contextlib.nullcontext():
+        return compat.compile_fx(
+            gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
+        )
 
 
 def gradfuse(
@@ -107,16 +138,14 @@ def gradfuse(
     """
     own, inductor_options = split(options)
     patches = compat.inductor_patches(mode, inductor_options, dynamic)
-    score_mods.rewrite(gm, own)
-    hoisting.rewrite(gm, own)
-    scans.rewrite(gm, own)
-    mlstm.rewrite(gm, own)
-    return compat.compile_fx(
-        gm,
-        example_inputs,
-        inner_compile=_inner_compile(own),
-        config_patches=_with_passes(own, patches),
-    )
+    if not own.verify:
+        return _compile(gm, example_inputs, own, patches)
+    original = copy.deepcopy(gm)
+
+    def again(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+        return _compile(copy.deepcopy(graph), inputs, options, patches)
+
+    return verify.checked(original, _compile(gm, example_inputs, own, patches), again, own)
 
 
 gradfuse.reset = compat.reset_cudagraphs

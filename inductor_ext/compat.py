@@ -33,6 +33,7 @@ from torch._inductor.lowering import empty, empty_strided, fallback_handler, low
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
+from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
@@ -109,11 +110,25 @@ def _compiling_backend() -> Any:
         compiler_fn: Any = InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return None
-    while hasattr(compiler_fn, "compiler_fn"):
-        compiler_fn = compiler_fn.compiler_fn
-    for attribute in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
-        compiler_fn = getattr(compiler_fn, attribute, compiler_fn)
+    seen: set[int] = set()
+    while id(compiler_fn) not in seen:
+        seen.add(id(compiler_fn))
+        compiler_fn = _unwrapped(compiler_fn)
     return compiler_fn
+
+
+#: Where what wraps a backend keeps it: Dynamo's own wrappers, partial functions, decorators.
+_WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "func", "__wrapped__")
+
+
+def _unwrapped(compiler_fn: Any) -> Any:
+    """The backend inside one wrapper; a backend that is not wrapped is returned as it is."""
+    # Under DistributedDataParallel the compiler is a bound method of Dynamo's optimizer, which holds the backend.
+    owner = getattr(compiler_fn, "__self__", None)
+    inner = getattr(owner, "backend_compile_fn", None)
+    for attribute in _WRAPPED:
+        inner = getattr(compiler_fn, attribute, None) if inner is None else inner
+    return compiler_fn if inner is None else inner
 
 
 def relax_front_end_checks(backend: Callable[..., Any]) -> None:
@@ -203,6 +218,32 @@ def custom_passes(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def scalar_indexing() -> contextlib.AbstractContextManager[Any]:
+    """Inside, ``table[i]`` with a 0-d tensor i is an op that vmap knows, as flex_attention traces score_mods."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+def is_traced() -> bool:
+    """Whether somebody collects the artifacts of a structured trace (TORCH_TRACE)."""
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Put a text into the structured trace, where tlparse finds it."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def cacheable(functions: dict[str, str]) -> dict[str, Any]:
+    """The configuration by which the caches of AOTAutograd and Inductor take graphs with these functions, and our loops.
+
+    ``functions`` gives each one's qualified name and what its behaviour depends on, which joins the keys.
+    """
+    loops = {f"{op.__module__}.{op.__name__}": "" for op in (scan_op, while_loop_op)}
+    return {"unsafe_marked_cacheable_functions": {**inductor_config.unsafe_marked_cacheable_functions, **loops, **functions}}
 
 
 def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:
@@ -535,7 +576,8 @@ def scans_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
     """
     values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     fake_mode = detect_fake_mode(values)
-    if fake_mode is None or not gm.graph.find_nodes(op="call_function", target=scan_op):
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    if fake_mode is None or not any(graph.find_nodes(op="call_function", target=scan_op) for graph in graphs):
         yield
         return
     before = fake_mode.allow_scalar_outputs

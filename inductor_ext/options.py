@@ -8,6 +8,7 @@ gradfuse takes all of Inductor's modes and options and a few of its own beside t
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -47,12 +48,17 @@ class Options:
     deterministic: bitwise reproducible gradients. Also on under ``torch.use_deterministic_algorithms(True)``. A lowering
         that would need atomics refuses, naming the expression, instead of being silently irreproducible.
     strict: raise instead of falling back to stock Inductor's lowering.
-    disable: names of rewrites and lowerings to leave out (see ``PASSES``).
+    disable: names of rewrites and lowerings to leave out (see ``PASSES``). The environment's GRADFUSE_DISABLE, names with
+        commas between them, adds to it.
+    verify: check the first call of every compiled graph against the graph as it was traced (``verify.py``).
+    dump: a directory for each graph before and after each pass, and for the code that Inductor wrote (``dump.py``).
     """
 
     deterministic: bool = False
     strict: bool = False
     disable: frozenset[str] = frozenset()
+    verify: bool = False
+    dump: str | None = None
 
     def enabled(self, name: str) -> bool:
         """Whether the rewrite or lowering of that name is to run."""
@@ -84,6 +90,12 @@ def _checked_bool(name: str, value: Any) -> bool:
     return value
 
 
+def _checked_directory(value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"option 'dump' takes the path of a directory, got {type(value).__name__}: {value!r}")
+    return None if value is None else os.fspath(value)
+
+
 def split(options: dict[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Split ``options=`` into gradfuse's own, validated, and Inductor's.
 
@@ -91,12 +103,15 @@ def split(options: dict[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     type of one of Inductor's raises when Inductor checks it.
     """
     ours: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    ours["disable"] = _checked_disable(filter(None, os.environ.get("GRADFUSE_DISABLE", "").split(",")))
     theirs: dict[str, Any] = {}
     known = {*OPTIONS, *compat.inductor_options()}
     for key, value in (options or {}).items():
         name = key.replace("-", "_")
         if name == "disable":
-            ours[name] = _checked_disable(value)
+            ours[name] |= _checked_disable(value)
+        elif name == "dump":
+            ours[name] = _checked_directory(value)
         elif name in OPTIONS:
             ours[name] = _checked_bool(name, value) or ours.get(name, False)
         elif name in known:

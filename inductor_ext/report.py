@@ -78,6 +78,18 @@ def record(pass_name: str, op: str, path: str, why: str, where: str = "") -> Non
     log.log(logging.WARNING if path == STOCK else logging.INFO, "%s", decision)
 
 
+class Refused(NotImplementedError):
+    """What ``strict`` raises where something that gradfuse would have compiled is left to stock Inductor."""
+
+
+def leave_to_stock(strict: bool, pass_name: str, op: str, why: str, where: str, advice: str = "") -> None:
+    """Record that an op is left to stock Inductor, which costs speed or exactness. Raises Refused under ``strict``."""
+    record(pass_name, op, STOCK, why, where)
+    if strict:
+        at = f" at {where}" if where else ""
+        raise Refused(f"gradfuse (strict) has no kernel for {op}{at}: {why}. {advice}".rstrip())
+
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')
 
 

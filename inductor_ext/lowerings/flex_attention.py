@@ -16,7 +16,7 @@ from ..analysis.bounds import extents_of
 from ..analysis.captured_grads import SCORE_MOD_INPUTS, output_nodes, returning
 from ..compat import FlexBlockMask, SymbolicGridFn, V
 from ..options import Options
-from ..report import STOCK, record, user_line
+from ..report import STOCK, leave_to_stock, record, user_line
 from . import flex_common as common
 from . import subgraphs
 from .flex_tiles import forward_config
@@ -48,16 +48,17 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
         score_captured: Any,
         mask_captured: Any,
     ) -> Any:
+        where = user_line(V.graph.current_node)
+        modules = (score_mod.graph_module, FlexBlockMask.of(block_mask).mask_mod.graph_module)
+        inference = not kernel_options.get("OUTPUT_LOGSUMEXP")
         reason = common.why_stock(query, key, value, kernel_options)
-        if not kernel_options.get("OUTPUT_LOGSUMEXP"):
-            reason = "inference: no logsumexp is needed"
-        if reason is None:
-            modules = (score_mod.graph_module, FlexBlockMask.of(block_mask).mask_mod.graph_module)
-            reason = common.not_scalar(modules[0]) or common.not_scalar(modules[1])
-            if reason is not None and own.strict:
-                raise common.refuse(f"{reason} in {user_line(V.graph.current_node)}")
-        if reason is not None:
-            record(NAME, "flex_attention", STOCK, reason, user_line(V.graph.current_node))
+        reason = reason or common.not_scalar(modules[0]) or common.not_scalar(modules[1])
+        if inference:
+            # Stock's kernel is as good where no gradient is needed.
+            record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", where)
+        elif reason is not None:
+            leave_to_stock(own.strict, NAME, "flex_attention", reason, where, common.ADVICE)
+        if inference or reason is not None:
             return stock(query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured)
         return _lower(
             query,

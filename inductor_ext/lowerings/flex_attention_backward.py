@@ -20,7 +20,7 @@ from ..analysis.captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, r
 from ..analysis.diagonals import STRIP_ROWS
 from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..options import Options
-from ..report import STOCK, record, user_line
+from ..report import leave_to_stock, record, user_line
 from . import flex_common as common
 from . import subgraphs
 from .captured_gradients import CapturedGradients, NotInOrder, plan_gradients
@@ -64,12 +64,9 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 joint = take_apart(args[8].graph_module)
             except NotUnderstood as error:
-                line = user_line(error.node) or where
-                reason = f"{error}, at {line}" if line else str(error)
-                if own.strict:
-                    raise common.refuse(reason) from error
+                reason, where = str(error), user_line(error.node) or where
         if joint is None:
-            record(NAME, "flex_attention_backward", STOCK, reason, where)
+            leave_to_stock(own.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
             return stock(*args, **kwargs)
         try:
             return _lower(own, joint, *args)

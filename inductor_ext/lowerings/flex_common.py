@@ -24,6 +24,10 @@ _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUO
 _OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", DIAGONAL_OPTION, ANTIDIAGONAL_OPTION)
 
 
+#: What a user can do about a score_mod or mask_mod that has no kernel.
+ADVICE = "Index captured tensors with one scalar for each of their dims, or compute the expression outside the score_mod."
+
+
 def why_stock(query: Any, key: Any, value: Any, kernel_options: dict[str, Any]) -> str | None:
     """Why these operands go to stock's lowering, or None where ours takes them."""
     device = query.get_device()
@@ -45,14 +49,6 @@ def not_scalar(module: torch.fx.GraphModule) -> str | None:
             what = f"it computes a tensor of shape {tuple(value.shape)} for every score ({node.target})"
             return f"{what} {user_line(node)}".strip()
     return None
-
-
-def refuse(reason: str) -> NotImplementedError:
-    """What ``strict`` raises instead of falling back to stock."""
-    return NotImplementedError(
-        f"gradfuse has no kernel for this score_mod or mask_mod: {reason}. Index captured tensors with one scalar for "
-        "each of their dims, or compute the expression outside the score_mod."
-    )
 
 
 def check_head_dims(query: Any, value: Any) -> None:

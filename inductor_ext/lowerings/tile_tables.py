@@ -102,7 +102,8 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
     found = []
     for owner, placeholder in enumerate(placeholders):
         reads = [[_root(index) for index in read.args[1]] for read in _reads(placeholder)]
-        if not reads:
+        # A table of integers is what an index is made of: its tile is no term of the scores.
+        if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
         planes = [batch in reads[0], head in reads[0]]
         if (bits >> owner) & 1:

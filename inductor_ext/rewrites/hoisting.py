@@ -40,6 +40,7 @@ from ..analysis.purity import called
 from ..compat import flex_attention_hop
 from ..options import Options
 from ..report import record, user_line
+from .dynamo_graph import Inserter
 from .functional import impurity
 from .score_mods import drop_unused, fake_tensor, install, needs_grad, placeholders
 from .tables import Tables
@@ -78,7 +79,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     graph.output(returned)
     _fill_constants(graph)
     tables = Tables(
-        gm.graph,
+        Inserter(gm.graph, node),
         graph,
         query,
         key,
@@ -95,8 +96,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         graph.eliminate_dead_code()
         captured = drop_unused(graph, [*captured, *tables.operands], [])
         if anchors:
-            query = gm.graph.call_function(torch.ops.gradfuse.depend.default, (query, anchors))
-            query.meta["example_value"] = fake_tensor(node.args[0])
+            query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
         new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
     bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
     for i, operand in enumerate(captured):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +28,16 @@ SHAPE_ONLY = (
 )
 
 
-def rewrite(graph: Graph, *rewrites: Callable[[Builder], None]) -> None:
-    """Apply rewrites one after the other, with one builder: what one of them makes, the next finds."""
+@contextlib.contextmanager
+def building(graph: Graph) -> Iterator[Builder | None]:
+    """A builder for the rewrites of one graph: what one of them makes, the next finds. None for a graph without tensors."""
     fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
     if fake_mode is None:
+        yield None
         return
     with fake_mode:
         build = Builder(graph)
-        for apply in rewrites:
-            apply(build)
+        yield build
     if build.changed:
         graph.eliminate_dead_code()
         graph.lint()

@@ -17,7 +17,7 @@ from ..analysis.mlstm_pattern import Cell, NotMLSTM, find
 from ..analysis.terms import arg, changes_in_place, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
 from ..ops.mlstm import mlstm_op
 from ..options import Options
-from ..report import STOCK, record, user_line
+from ..report import leave_to_stock, record, user_line
 
 NAME = "mlstm_pattern"
 _AUTOCAST = "_enter_autocast"
@@ -37,7 +37,7 @@ def rewrite(gm: GraphModule, own: Options) -> None:
                 continue
             _check(node, cell)
         except NotMLSTM as error:
-            record(NAME, "mlstm", STOCK, str(error), user_line(node))
+            leave_to_stock(own.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.ops.mlstm.mlstm.")
             continue
         note = _replace(gm, node, cell)
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
@@ -112,14 +112,14 @@ def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
         operands += (norm.weight, norm.bias)
         options |= {"norm_eps": norm.eps, "by_group": norm.by_group}
     with gm.graph.inserting_before(last):
-        fused = gm.graph.call_function(_fused, operands, options)
+        fused = gm.graph.call_function(fused_cell, operands, options)
     fused.meta = dict(last.meta)
     fused.meta["stack_trace"] = product.meta.get("stack_trace")
     last.replace_all_uses_with(fused)
     return "no headwise norm follows" if norm is None else "its headwise norm included"
 
 
-def _fused(
+def fused_cell(
     query: Tensor,
     key: Tensor,
     value: Tensor,

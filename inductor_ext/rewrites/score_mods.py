@@ -25,7 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from ..analysis.purity import is_pure
 from ..compat import flex_attention_hop
 from ..options import Options
-from ..report import STOCK, record, user_line
+from ..report import leave_to_stock, record, user_line
+from .dynamo_graph import Inserter
 from .functional import Impure, functionalise
 
 NAME = "score_mods"
@@ -37,11 +38,11 @@ def rewrite(gm: GraphModule, own: Options) -> None:
     if not own.enabled(NAME):
         return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
-        _rewrite_node(gm, node)
+        _rewrite_node(gm, node, own)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
     query, key, value, score_mod, block_mask, scale, kernel_options, *captured = node.args
     score_captured, mask_captured = (list(c) for c in [*captured, (), ()][:2])
     module = getattr(gm, score_mod.target)
@@ -51,19 +52,20 @@ def _rewrite_node(gm: GraphModule, node: Node) -> None:
     graph.output(returned)
     done: list[str] = []
 
-    new_score_mod = score_mod
+    new_score_mod, outer = score_mod, Inserter(gm.graph, node)
     try:
         done += functionalise(graph)
         with gm.graph.inserting_before(node):
             _lookups(graph, done)
             _flatten_nested_indexing(graph, done)
-            score_captured = _compute_outside(gm.graph, graph, score_captured, done)
+            score_captured = _compute_outside(outer, graph, score_captured, done)
             score_captured = drop_unused(graph, score_captured, done)
-            score_captured = _index_scalars(gm.graph, graph, score_captured, query, done)
+            score_captured = _index_scalars(outer, graph, score_captured, query, done)
             _connect_score(graph, done)
             new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
     except Impure as error:
-        record(NAME, "flex_attention", STOCK, f"the score_mod is left as it is: {error}", user_line(node))
+        why = f"the score_mod is left as it is: {error}"
+        leave_to_stock(own.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
 
     kernel_options = dict(kernel_options)
     if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([query, key, value, *score_captured]):
@@ -151,7 +153,7 @@ def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
     graph.eliminate_dead_code()
 
 
-def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
     """Move what depends on captured tensors alone out of the score_mod, as new operands."""
     entries = placeholders(graph)
     position = set(entries[:INPUTS])
@@ -166,7 +168,7 @@ def _compute_outside(outer: Graph, graph: Graph, captured: list[Any], done: list
 
     def outside(node: Node) -> Any:
         if node not in moved:
-            moved[node] = _widened(outer, operands[node]) if node in operands else outer.node_copy(node, outside)
+            moved[node] = _widened(outer, operands[node]) if node in operands else outer.copy(node, outside)
         return moved[node]
 
     roots = [
@@ -189,10 +191,10 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _widened(outer: Graph, operand: Any) -> Any:
+def _widened(outer: Inserter, operand: Any) -> Any:
     """A half-precision operand in fp32: inside a kernel it would have been computed with in fp32 too."""
     value = fake_tensor(operand)
-    return outer.call_method("float", (operand,)) if value is not None and _wide(value) is not value else operand
+    return outer.method("float", operand) if value is not None and _wide(value) is not value else operand
 
 
 def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
@@ -208,7 +210,7 @@ def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]
     return kept
 
 
-def _index_scalars(outer: Graph, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
+def _index_scalars(outer: Inserter, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
     """Capture a 0-d tensor as a vector of one element, on the query's device, and index it."""
     result = []
     for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
@@ -216,9 +218,8 @@ def _index_scalars(outer: Graph, graph: Graph, captured: list[Any], query: Node,
         if value is not None and value.dim() == 0:
             device = fake_tensor(query).device if fake_tensor(query) is not None else value.device
             if value.device != device:
-                operand = outer.call_method("to", (operand, device))
-            operand = outer.call_method("view", (operand, (1,)))
-            operand.meta["example_value"] = value.view(1)
+                operand = outer.method("to", operand, device)
+            operand = outer.method("view", operand, (1,))
             with graph.inserting_after(placeholders(graph)[-1]):
                 element = graph.call_function(operator.getitem, (placeholder, (0,)))
             element.meta = dict(placeholder.meta)

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ..analysis.footprints import Footprint, Positions
 from ..analysis.reductions import depends_on_position, factors, summed
+from .dynamo_graph import Inserter
 from .score_mods import fake_tensor, placeholders
 
 
@@ -29,7 +30,7 @@ class Tables:
     operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of them hold one.
     """
 
-    outer: Graph
+    outer: Inserter
     inner: Graph
     query: Node
     key: Node
@@ -58,12 +59,12 @@ class Tables:
         for sign, node in group:
             value = self._outside(node, grid, {})
             if total is None:
-                total = value if sign > 0 else self.outer.call_function(operator.neg, (value,))
+                total = value if sign > 0 else self.outer.function(operator.neg, value)
             else:
-                total = self.outer.call_function(operator.add if sign > 0 else operator.sub, (total, value))
-        table = self.outer.call_function(torch.broadcast_to, (total, grid[-1]))
-        table = self.outer.call_method("to", (table, self._dtype()))
-        table = self.outer.call_method("contiguous", (table,))
+                total = self.outer.function(operator.add if sign > 0 else operator.sub, total, value)
+        table = self.outer.function(torch.broadcast_to, total, grid[-1])
+        table = self.outer.method("to", table, self._dtype())
+        table = self.outer.method("contiguous", table)
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
         if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
@@ -87,7 +88,7 @@ class Tables:
         value = fake_tensor(self.query if of == "query" else self.key).shape[dim]
         if isinstance(value, int):
             return value
-        return self.outer.call_method("size", (self.query if of == "query" else self.key, dim))
+        return self.outer.method("size", self.query if of == "query" else self.key, dim)
 
     def _shape(self, footprint: Footprint) -> list[Any]:
         """The shape of a footprint's table; sizes that are not known are nodes of the outer graph."""
@@ -125,24 +126,24 @@ class Tables:
             return along, None
         if positions is Positions.COLUMN:
             return None, along
-        call, last = self.outer.call_function, self._arithmetic(operator.sub, queries, 1)
+        call, last = self.outer.function, self._arithmetic(operator.sub, queries, 1)
         if positions is Positions.ANTIDIAGONAL:
-            q = self.outer.call_method("clamp", (along,), {"max": last})
-            return q, call(operator.sub, (along, q))
+            q = self.outer.method("clamp", along, max=last)
+            return q, call(operator.sub, along, q)
         # Negative distances stand at the end, where a negative index finds them whatever the length is.
         total = self._arithmetic(operator.add, last, keys)
-        ahead = call(operator.lt, (along, keys))
-        distance = call(torch.where, (ahead, along, call(operator.sub, (along, total))))
-        negative = call(operator.neg, (distance,))
-        return tuple(self.outer.call_method("clamp", (x,), {"min": 0}) for x in (negative, distance))
+        ahead = call(operator.lt, along, keys)
+        distance = call(torch.where, ahead, along, call(operator.sub, along, total))
+        negative = call(operator.neg, distance)
+        return tuple(self.outer.method("clamp", x, min=0) for x in (negative, distance))
 
     def _arithmetic(self, op: Any, x: Any, y: Any) -> Any:
-        return op(x, y) if isinstance(x, int) and isinstance(y, int) else self.outer.call_function(op, (x, y))
+        return op(x, y) if isinstance(x, int) and isinstance(y, int) else self.outer.function(op, x, y)
 
     def _range(self, axis: int, shape: list[Any]) -> Node:
         device = fake_tensor(self.query).device
-        arange = self.outer.call_function(torch.arange, (shape[axis],), {"dtype": torch.int32, "device": device})
-        return self.outer.call_method("view", (arange, [-1 if a == axis else 1 for a in range(len(shape))]))
+        arange = self.outer.function(torch.arange, shape[axis], dtype=torch.int32, device=device)
+        return self.outer.method("view", arange, [-1 if a == axis else 1 for a in range(len(shape))])
 
     def _outside(self, node: Any, grid: tuple[Any, ...], done: dict[Node, Any]) -> Any:
         """Copy a node of the score_mod, and all it is computed from, into the outer graph over a table's grid."""
@@ -161,7 +162,7 @@ class Tables:
             indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             shape = fake_tensor(table).shape
             safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
-            read = self.outer.call_function(operator.getitem, (self._outside(table, grid, done), safe))
+            read = self.outer.function(operator.getitem, self._outside(table, grid, done), safe)
             number = fake_tensor(node).dim() == 0 and not any(isinstance(i, Node) for i in indices)
             done[node] = self._one_element(read) if number else read
         elif summed(node) is not None:
@@ -171,37 +172,36 @@ class Tables:
             inputs = {n: self._outside(n, grid, done) for n in node.all_input_nodes}
             for n in inputs if vector else ():
                 if fake_tensor(n).dim() == 0:
-                    inputs[n] = self.outer.call_function(torch.unsqueeze, (inputs[n], -1))
-            copied = self.outer.node_copy(node, lambda n: inputs[n])
-            copied.meta.pop("example_value", None)
+                    inputs[n] = self.outer.function(torch.unsqueeze, inputs[n], -1)
+            copied = self.outer.copy(node, lambda n: inputs[n])
             done[node] = copied if node.all_input_nodes else self._one_element(copied)
         return done[node]
 
     def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
         """A sum over vectors, each [*grid, D] with size 1 along positions that it does not depend on."""
-        call = self.outer.call_function
+        call = self.outer.function
         if factors(node) is None:
             vectors = [self._outside(n, grid, done) for n in summed(node)]
-            return call(torch.sum, (vectors[0] if len(vectors) == 1 else call(torch.mul, tuple(vectors)), -1))
+            return call(torch.sum, vectors[0] if len(vectors) == 1 else call(torch.mul, *vectors), -1)
         sides = []
         for vector, other_axis in zip(factors(node), (-2, -3), strict=True):
             side = self._outside(vector, grid, done)
             if not depends_on_position(vector):
-                side = call(torch.unsqueeze, (call(torch.unsqueeze, (side, 0)), 0))
-            sides.append(call(torch.select, (side, other_axis, 0)))
+                side = call(torch.unsqueeze, call(torch.unsqueeze, side, 0), 0)
+            sides.append(call(torch.select, side, other_axis, 0))
         rows, columns = sides
-        return call(torch.matmul, (rows, call(torch.transpose, (columns, -1, -2))))
+        return call(torch.matmul, rows, call(torch.transpose, columns, -1, -2))
 
     def _one_element(self, number: Node) -> Node:
         """A 0-d tensor as one of a single element: beside others, a 0-d one would have no say in the dtype of a result."""
-        return self.outer.call_function(torch.unsqueeze, (number, 0))
+        return self.outer.function(torch.unsqueeze, number, 0)
 
     def _in_working_dtype(self, node: Node) -> Any:
         operand, value = self.captured[node], fake_tensor(node)
         if value is None or not value.is_floating_point() or value.dtype in (self._dtype(), torch.float64):
             return operand
         if node not in self._cast:
-            self._cast[node] = self.outer.call_method("to", (operand, self._dtype()))
+            self._cast[node] = self.outer.method("to", operand, self._dtype())
         return self._cast[node]
 
     def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
@@ -209,12 +209,12 @@ class Tables:
         if not self.masked or not isinstance(index, Node):
             return index
         if not isinstance(size, int):
-            size = self.outer.call_method("size", (self.captured[table], dim))
-        negative = self.outer.call_function(operator.lt, (index, 0))
-        wrapped = self.outer.call_function(operator.add, (index, size))
-        index = self.outer.call_function(torch.where, (negative, wrapped, index))
+            size = self.outer.method("size", self.captured[table], dim)
+        negative = self.outer.function(operator.lt, index, 0)
+        wrapped = self.outer.function(operator.add, index, size)
+        index = self.outer.function(torch.where, negative, wrapped, index)
         last = self._arithmetic(operator.sub, size, 1)
-        return self.outer.call_method("clamp", (index,), {"min": 0, "max": last})
+        return self.outer.method("clamp", index, min=0, max=last)
 
     def elements(self, footprint: Footprint) -> int | None:
         """How many elements the table of a footprint would have; None where lengths are dynamic."""

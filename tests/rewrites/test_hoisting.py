@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch.fx import Interpreter
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from inductor_ext import backend, compat
+from inductor_ext import compat, passes
 from inductor_ext.options import Options
 from tests import random_score_mods
 from tests.eager_graphs import eager_graphs
@@ -30,7 +30,7 @@ def hoisted(score_mod, *, mask=None, aux=False):
         options = {"return_aux": AuxRequest(lse=True)} if aux else {}
         return flex_attention(query, query, query, score_mod=score_mod, block_mask=block_mask, **options)
 
-    seen = after(backend.hoisting, attention, query)
+    seen = after(passes.hoisting, attention, query)
     return seen | {"notes": "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])}
 
 
@@ -195,8 +195,8 @@ def test_hoisting_changes_no_score(body):
         with torch.no_grad():
             before = copy.deepcopy(gm)
             with torch.enable_grad():
-                backend.score_mods.rewrite(gm, Options())
-                backend.hoisting.rewrite(gm, Options())
+                passes.score_mods.rewrite(gm, Options())
+                passes.hoisting.rewrite(gm, Options())
             compared.append((scores_of(before, inputs), scores_of(gm, inputs)))
         raise Stop
 

@@ -1,0 +1,75 @@
+"""Adding to Dynamo's graphs, and finding every graph in one: the bodies of checkpoints, branches, loops and regions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import compat
+
+
+class Inserter:
+    """Puts new nodes where the graph's insertion point is, with values and metadata as if Dynamo had traced them there.
+
+    AOTAutograd's cache takes a graph only if every tensor has its ``example_value``, and a report or an error names the
+    user's line only if there is a stack trace; both come from ``like``, the node that the new ones are made for.
+    """
+
+    def __init__(self, graph: Graph, like: Node) -> None:
+        self.graph = graph
+        self._kept = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        # Not the mode of the tracing context: by now Dynamo may have put a new one there for AOTAutograd.
+        modes = (getattr(n.meta.get("example_value"), "fake_mode", None) for n in like.all_input_nodes)
+        self._fake_mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+
+    def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A new call of a function."""
+        return self._with_value(self.graph.call_function(target, args, kwargs), target)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A new call of a tensor's method; the tensor is the first argument."""
+        return self._with_value(self.graph.call_method(name, args, kwargs), getattr(torch.Tensor, name))
+
+    def copy(self, node: Node, inputs: Callable[[Node], Any]) -> Node:
+        """The same call on other inputs."""
+        new = self.graph.node_copy(node, inputs)
+        new.meta.pop("example_value", None)
+        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        return self._with_value(new, target) if node.op in ("call_function", "call_method") else new
+
+    def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
+        node.meta.update(self._kept)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+        with self._fake_mode:
+            node.meta["example_value"] = target(*args, **kwargs)
+        return node
+
+
+#: Ops whose graphs are functions of numbers, which a kernel inlines: a part of the op, not a graph to rewrite.
+_OF_NUMBERS = (compat.flex_attention_hop, compat.flex_attention_backward_hop, compat.associative_scan_hop)
+
+
+def graphs_in(gm: GraphModule) -> Iterator[GraphModule]:
+    """``gm`` and the graph of every op in it that has graphs of its own, each once, bodies before what contains them."""
+    yield from _graphs_in(gm, set())
+
+
+def _graphs_in(gm: GraphModule, seen: set[GraphModule]) -> Iterator[GraphModule]:
+    seen.add(gm)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = _attribute(gm, node.target)
+        inlined = node.users and all(user.target in _OF_NUMBERS for user in node.users)
+        if isinstance(body, GraphModule) and body not in seen and not inlined:
+            yield from _graphs_in(body, seen)
+    yield gm
+
+
+def _attribute(gm: GraphModule, path: str) -> Any:
+    value: Any = gm
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
