@@ -49,14 +49,15 @@ def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
         score=scalar_graph(gm, score_mod, node, first=1),
         mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
         joint=None,
-        query_block=block_mask.query_block_size,
-        key_block=block_mask.key_block_size,
         has_full_blocks=block_mask.full_kv_num_blocks is not None,
         scale=scale,
         num_captured=len(captured),
     )
-    operands = [query, key, value, *_lists(block_mask), *captured, *mask_captured]
-    replace_node(gm, node, operands, attention.forward)
+    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        return attention.with_blocks(*rest[:2]).forward(query, key, value, *rest[2:])
+
+    operands = [query, key, value, *_blocks(block_mask), *captured, *mask_captured]
+    replace_node(gm, node, operands, forward)
     record(NAME, "flex_attention", "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} queries", user_line(node))
 
 
@@ -82,8 +83,6 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
         score=scalar_graph(gm, score_mod, node, first=1),
         mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
         joint=JointFunction.of(joint, node),
-        query_block=block_mask.query_block_size,
-        key_block=block_mask.key_block_size,
         has_full_blocks=block_mask.full_kv_num_blocks is not None,
         scale=scale,
         num_captured=len(captured),
@@ -94,16 +93,19 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
     def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any) -> Any:
         remaining = list(rest)
         grad_out, grad_lse = (remaining.pop(0) if p else None for p in present)
-        return attention.backward(query, key, value, out, logsumexp, grad_out, grad_lse, *remaining)
+        blocks, remaining = remaining[:2], remaining[2:]
+        return attention.with_blocks(*blocks).backward(query, key, value, out, logsumexp, grad_out, grad_lse, *remaining)
 
     operands = [query, key, value, out, logsumexp, *(g for g in gradients if g is not None)]
-    operands += [*_lists(block_mask), *captured, *mask_captured]
+    operands += [*_blocks(block_mask), *captured, *mask_captured]
     replace_node(gm, node, operands, backward)
     count = sum(len(c) for c in joint.captured if c)
     record(NAME, "flex_attention_backward", "blocked dense math", f"CPU, {count} captured contributions", where)
 
 
-def _lists(block_mask: FlexBlockMask) -> list[Any]:
+def _blocks(block_mask: FlexBlockMask) -> list[Any]:
+    """The operands that a block mask is: the sizes of its blocks, which may be symbolic, and its lists."""
+    sizes = [block_mask.query_block_size, block_mask.key_block_size]
     lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
     full = [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-    return lists + (full if full[0] is not None else [])
+    return [*sizes, *lists, *(full if full[0] is not None else [])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +41,15 @@ class DenseAttention:
     score: GraphModule
     mask: GraphModule
     joint: JointFunction | None
-    query_block: Any
-    key_block: Any
     has_full_blocks: bool
     scale: float
     num_captured: int
+    query_block: Any = None
+    key_block: Any = None
+
+    def with_blocks(self, query_block: Any, key_block: Any) -> DenseAttention:
+        """The same with the lengths of the mask's blocks, which are operands of the op as its tensors are."""
+        return replace(self, query_block=query_block, key_block=key_block)
 
     # -- pieces shared by both directions
 
@@ -59,13 +63,20 @@ class DenseAttention:
         keys = KeySegments(key.shape[2], self.query_block, self.key_block, query.device)
         ranges = (key.shape[2], *query.shape[:2])
         k, b, h = (torch.arange(n, device=query.device, dtype=torch.int32) for n in ranges)
-        others = [key.to(work), value.to(work), k, b, h, *tables, *captured]
+        # A symbolic length reaches the body of a loop as a tensor.
+        sizes = [torch.full((), n, device=query.device) for n in self._block_lengths() if not isinstance(n, int)]
+        others = [key.to(work), value.to(work), k, b, h, *sizes, *tables, *captured]
         return _Setup(work, blocks, keys, keys.visits(tables, blocks.positions()), captured[: self.num_captured], others)
 
     def _named(self, rest: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
-        """The loop operands after b and h: tables of listed blocks, score_mod captures, mask_mod captures."""
-        tables, captured = rest[: 1 + self.has_full_blocks], list(rest[1 + self.has_full_blocks :])
-        return list(tables), captured[: self.num_captured], captured[self.num_captured :]
+        """The loop operands after b and h: lengths and tables of listed blocks, score_mod captures, mask_mod captures."""
+        operands = list(rest)
+        lengths = [n if isinstance(n, int) else operands.pop(0) for n in self._block_lengths()]
+        tables, captured = operands[: 1 + self.has_full_blocks], operands[1 + self.has_full_blocks :]
+        return [*lengths, *tables], captured[: self.num_captured], captured[self.num_captured :]
+
+    def _block_lengths(self) -> tuple[Any, Any]:
+        return self.query_block, self.key_block
 
     def _tile(
         self,
@@ -100,13 +111,14 @@ class DenseAttention:
 
         def listed(table: Tensor) -> Tensor:
             batch, heads = b % table.shape[0], h % table.shape[1]
-            rows, cols = q // self.query_block, k // self.key_block
+            rows, cols = q // query_block, k // key_block
             return table[batch[:, None, None, None], heads[:, None, None], rows[:, None], cols]
 
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             (shown,) = _as_tuple(self.mask(b, h, q, k, *mask_captured, torch.ones_like(b, dtype=torch.bool)))
             return shown
 
+        query_block, key_block, *tables = tables
         # A mask_mod may not use all of its indices; vmap still returns the whole tile.
         shown = listed(tables[0]) & over_grid(mask, (), b, h, q, k)
         if self.has_full_blocks:
@@ -123,7 +135,13 @@ class DenseAttention:
     # -- forward
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """``(out, logsumexp, max_scores)``, the last two in base 2 as the op defines them."""
+        """``(out, logsumexp, max_scores)``, the last two in base 2 and fp32 as the op defines them."""
+        out, lse, top = self._rows(query, key, value, *rest)
+        lse, top = ((x / math.log(2)).to(torch.float32) for x in (lse, top))
+        return out.to(query.dtype), lse, top
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and the logsumexp and maximum of each row, not rounded."""
         setup = self._setup(query, key, value, rest)
 
         def segment(
@@ -150,13 +168,12 @@ class DenseAttention:
             seen = total > 0
             safe = torch.where(seen, total, 1.0)
             lse = torch.where(seen, top + torch.log(safe), -math.inf)
-            return [], [acc / safe, lse[..., 0] / math.log(2), top[..., 0] / math.log(2)]
+            return [], [acc / safe, lse[..., 0], top[..., 0]]
 
         blocks = setup.blocks
         xs = [blocks.split(query.to(setup.work)), blocks.positions(), blocks.valid(), *setup.visits]
         _, (out, lse, top) = scan(block, [], xs, setup.others)
-        out = blocks.join(out).to(query.dtype)
-        return out, blocks.join(lse).to(torch.float32), blocks.join(top).to(torch.float32)
+        return blocks.join(out), blocks.join(lse), blocks.join(top)
 
     # -- backward
 
@@ -174,6 +191,9 @@ class DenseAttention:
         """Gradients of query, key, value and of each captured tensor (None where none is needed)."""
         setup = self._setup(query, key, value, rest)
         joint, work, keys = self.joint, setup.work, setup.keys
+        # The op hands the logsumexp on in fp32, which is not enough for float64.
+        exact = work is torch.float64
+        logsumexp = self._rows(query, key, value, *rest)[1] if exact else logsumexp * math.log(2)
         grad = torch.zeros_like(out, dtype=work) if grad_out is None else grad_out.to(work)
         delta = (out.to(work) * grad).sum(-1)
         if grad_logsumexp is not None:
@@ -190,7 +210,7 @@ class DenseAttention:
             tables, captured, mask_captured = self._named(rest)
             indices = b, h, position, k
             raw, visible, scores = self._tile(q, key, indices, row_ok, real, tables, captured, mask_captured)
-            lse = torch.where(lse == -math.inf, 0.0, lse.to(work) * math.log(2))
+            lse = torch.where(lse == -math.inf, 0.0, lse)
             probs = torch.exp(scores - lse[..., None])
             dmod = probs * (_group_matmul(do, value.transpose(-2, -1)) - delta[..., None])
             dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices)

@@ -19,8 +19,12 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
     values = [o.meta["val"] if isinstance(o, Node) else o for o in operands]
     fake_mode = compat.detect_fake_mode(values)
 
+    # Before tracing: comparing symbolic strides in there would put the comparison into the graph.
+    orders = [_memory_order(x) for x in pytree.tree_leaves(node.meta["val"], is_leaf=lambda x: x is None)]
+
     def laid_out(*arguments: Any) -> Any:
-        return pytree.tree_map(_in_layout_of, function(*arguments), node.meta["val"], is_leaf=lambda x: x is None)
+        leaves, structure = pytree.tree_flatten(function(*arguments), is_leaf=lambda x: x is None)
+        return structure.unflatten(_in_order(x, order) for x, order in zip(leaves, orders, strict=True))
 
     with fake_mode:
         traced = compat.trace(laid_out, values)
@@ -41,11 +45,18 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
     _redirect(gm, node, results)
 
 
-def _in_layout_of(result: Tensor | None, promised: Tensor) -> Tensor | None:
-    """``result`` with its dims in the memory order that the op's fake implementation promised."""
+def _memory_order(promised: Tensor | None) -> list[int]:
+    """The dims of a result as they lie in memory, outermost first, by what the op's fake implementation promised."""
+    if promised is None:
+        return []
+    strides = [compat.size_hint(s) for s in promised.stride()]
+    return sorted(range(promised.dim()), key=lambda d: strides[d], reverse=True)
+
+
+def _in_order(result: Tensor | None, order: list[int]) -> Tensor | None:
+    """``result`` with its dims in a memory order."""
     if result is None:
         return None
-    order = sorted(range(result.dim()), key=lambda d: promised.stride()[d], reverse=True)
     return result.permute(order).contiguous().permute([order.index(d) for d in range(result.dim())])
 
 
