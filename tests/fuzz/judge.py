@@ -144,7 +144,7 @@ def eager(program: Program, device: str, draw: int) -> Run:
     with _loaded(program, **references.replacements(dtype)) as module:
         inputs = draw_inputs(module, device, draw)
         names = _leaf_names(module, inputs)
-        if half and program.family == "score_mods":
+        if program.family == "score_mods":
             return execute(module.program, inputs, names, emulated=True)
         with references.SumsInFloat32() if half else contextlib.nullcontext():
             return execute(module.program, inputs, names)
@@ -288,6 +288,9 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
 def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
     """A program that raises: whether stock raises too. Stock does not train flex_attention on a CPU, so that says nothing."""
     reason = one_line(error)
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        # Dynamo itself refuses, before there is a graph for any backend.
+        return Result("stock_crashes_too", reason)
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("crash", reason)
     try:

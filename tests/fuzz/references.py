@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -47,15 +49,26 @@ class _Mask:
         self.mask_mod = mask_mod
 
 
+class _IndexByTensors(TorchFunctionMode):
+    """``table[b, 3, k]`` of 0-d tensors as an index op, which vmap understands (getitem would ask for their values)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, operator.getitem):
+            table, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, Tensor) for i in indices) and all(isinstance(i, (int, Tensor)) for i in indices):
+                tensors = [i.long() if isinstance(i, Tensor) else torch.tensor(i, device=table.device) for i in indices]
+                return aten.index.Tensor(table, tensors)
+        return func(*args, **(kwargs or {}))
+
+
 def _over_grid(function: Callable[..., Tensor], score: Tensor | None, sizes: tuple[int, ...], device: Any) -> Tensor:
     """A score_mod or mask_mod, written for scalars, at every (b, h, q, k)."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     prefix = (0,) if score is not None else ()
     for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*prefix, *axes))
     positions = [torch.arange(n, device=device, dtype=torch.int32) for n in sizes]
-    with TransformGetItemToIndex():
+    with _IndexByTensors():
         return function(*([score] if score is not None else []), *positions)
 
 
@@ -86,9 +99,10 @@ def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
         if block_mask is not None:
             allowed = _over_grid(block_mask.mask_mod, None, sizes, query.device)
             scores = scores.masked_fill(~allowed, -math.inf)
-        logsumexp = torch.logsumexp(scores, -1)
-        hidden = logsumexp.isneginf()
-        probabilities = torch.softmax(scores.masked_fill(hidden[..., None], 0.0), -1).masked_fill(hidden[..., None], 0.0)
+        hidden = scores.isneginf().all(-1, keepdim=True)
+        scores = scores.masked_fill(hidden, 0.0)
+        logsumexp = torch.logsumexp(scores, -1).masked_fill(hidden[..., 0], -math.inf)
+        probabilities = torch.softmax(scores, -1).masked_fill(hidden, 0.0)
         if half:
             probabilities = _RoundForward.apply(probabilities, operand_dtype)
         out = probabilities @ value
