@@ -211,8 +211,9 @@ def _differences(program: Program, got: Run, exact: Run, own: Run) -> list[tuple
             continue
         x = torch.zeros_like(eager_one if eager_one is not None else want) if x is None else x
         eager_one = torch.zeros_like(want) if eager_one is None else eager_one
-        half = program.dtype in ("bfloat16", "float16")
-        if x.shape != want.shape or (x.dtype != eager_one.dtype and not (half and program.family == "score_mods")):
+        # The logsumexp is float32 whatever the inputs are.
+        alike = x.dtype == eager_one.dtype or (program.family == "score_mods" and x.dtype is torch.float32)
+        if x.shape != want.shape or not alike:
             found.append((f"{name}: {x.dtype} {list(x.shape)}, not {eager_one.dtype} {list(want.shape)}", math.inf, 0.0))
             continue
         if not want.is_floating_point():
@@ -220,9 +221,12 @@ def _differences(program: Program, got: Run, exact: Run, own: Run) -> list[tuple
             continue
         error, reference_error = relative_error(x, want), relative_error(eager_one, want)
         floor = 1e-5 if x.dtype not in HALF else torch.finfo(x.dtype).eps / 8
-        if dtype is torch.float64:
+        if dtype is torch.float64 and x.dtype is dtype:
             floor = 1e-6
         allowed = max(floor, (SLACK if x.dtype in HALF else 3) * reference_error)
+        if float(want.norm()) < 1e-6:
+            # Zero by theory: what is left is noise, in gradfuse as in eager mode.
+            allowed = max(1e-4, 4 * reference_error)
         found.append((name, error, allowed))
     return found
 

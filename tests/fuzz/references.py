@@ -17,20 +17,29 @@ aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
-class _RoundForward(torch.autograd.Function):
-    """Round to half precision and back; the gradient is left as it is."""
+class _Attend(torch.autograd.Function):
+    """softmax(scores) @ value and the logsumexp, with the roundings of a flash kernel: see ``Case.rounded_once``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).to(x.dtype)
+    def forward(ctx: Any, scores: Tensor, hidden: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        probabilities = torch.softmax(scores, -1).masked_fill(hidden, 0.0)
+        out = (probabilities.to(dtype).to(value.dtype) @ value).to(dtype)
+        ctx.save_for_backward(probabilities, value, out)
+        return out, torch.logsumexp(scores, -1).masked_fill(hidden[..., 0], -math.inf)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor, logsumexp_grad: Tensor | None) -> tuple[Tensor, None, Tensor, None]:
+        probabilities, value, out = ctx.saved_tensors
+        work = value.dtype
+        delta = (out.to(work) * grad.to(work)).sum(-1, keepdim=True)
+        if logsumexp_grad is not None:
+            delta = delta - logsumexp_grad[..., None]
+        scores_grad = probabilities * (grad.to(work) @ value.mT - delta)
+        return scores_grad, None, probabilities.to(out.dtype).to(work).mT @ grad.to(work), None
 
 
 class _RoundBackward(torch.autograd.Function):
-    """The other way round."""
+    """Leave a value as it is and round its gradient to half precision, as what a matmul of the backward reads."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,14 +110,13 @@ def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
             scores = scores.masked_fill(~allowed, -math.inf)
         hidden = scores.isneginf().all(-1, keepdim=True)
         scores = scores.masked_fill(hidden, 0.0)
+        if half:
+            out, logsumexp = _Attend.apply(scores, hidden, value, operand_dtype)
+            return (out, logsumexp) if return_lse else out
         logsumexp = torch.logsumexp(scores, -1).masked_fill(hidden[..., 0], -math.inf)
         probabilities = torch.softmax(scores, -1).masked_fill(hidden, 0.0)
-        if half:
-            probabilities = _RoundForward.apply(probabilities, operand_dtype)
         out = probabilities @ value
-        if half:
-            out = out.to(operand_dtype)
-        return (out, logsumexp.to(torch.float32 if half else scores.dtype)) if return_lse else out
+        return (out, logsumexp) if return_lse else out
 
     return flex_attention
 
