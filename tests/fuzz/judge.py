@@ -105,6 +105,7 @@ def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], e
         weights = [(torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x) for x in differentiable]
         gradients = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
     tensors = [x for x in inputs if isinstance(x, Tensor)]
+    tensors += [x for m in inputs if isinstance(m, torch.nn.Module) for x in m.buffers()]
     places = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
     everything = [x for x in (*outputs, *tensors) if x.numel()]
     aliases = [

@@ -132,16 +132,20 @@ class Writer:
         self.lines.append(text)
         return True
 
-    def source(self, returned: list[str]) -> str:
-        """The program, without what does not lead to ``returned``."""
-        needed, kept = set(returned), []
-        for line in reversed(self.lines):
-            names = set(re.findall(r"\b[a-z]+\d+\b", line))
-            defined = line.split(" = ")[0] if re.match(r"[a-z]+\d+ = ", line) else None
-            if (defined in needed) if defined else (names & needed):
-                needed |= names
-                kept.append(line)
-        kept.reverse()
-        body = [*kept, f"return {', '.join(returned)}"]
+    def source(self, returned: list[str], effects: bool = False) -> str:
+        """The program, without what does not lead to ``returned`` (or, with ``effects``, to a statement in place)."""
+        needed = set(returned)
+        kept: set[int] = set()
+        while True:
+            before = len(kept)
+            for at, line in enumerate(self.lines):
+                names = set(re.findall(r"\b[a-z]+\d+\b", line))
+                defined = line.split(" = ")[0] if re.match(r"[a-z]+\d+ = ", line) else None
+                if (defined in needed) if defined else (effects or names & needed):
+                    needed |= names
+                    kept.add(at)
+            if len(kept) == before:
+                break
+        body = [*(self.lines[at] for at in sorted(kept)), f"return {', '.join(returned)}"]
         inputs = [(name, text) for name, text in self.inputs if name in needed]
         return render(inputs, body)
