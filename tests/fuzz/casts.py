@@ -52,6 +52,10 @@ class _Casts:
     def cast(self, x: str) -> str:
         rng, t = self.rng, self.value(x)
         kind = rng.choice(_FLOATS)
+        if rng.random() < 0.4:
+            # Back to what it may have come from: a round trip.
+            inputs = [str(self.value(n).dtype).removeprefix("torch.") for n, _ in self.w.inputs]
+            kind = rng.choice([k for k in inputs if k in _METHODS] or [kind])
         if rng.random() < 0.08 and self.exact and (not t.is_floating_point() or bool(t.isfinite().all())):
             return f"{x}.to(torch.{rng.choice(('int64', 'int32'))})"
         copy = ", copy=True" if rng.random() < 0.05 else ""
@@ -109,7 +113,9 @@ class _Casts:
     def change(self) -> None:
         """Change something in place: a buffer, or (without a gradient) anything made so far."""
         rng = self.rng
-        targets = [x for x in self.pool if x not in self.buffers and not self.value(x).requires_grad and not x.startswith("x")]
+        made = [x for x in self.pool if x not in self.buffers and not x.startswith("x")]
+        # A tensor that overlaps itself has no defined value after a change in place.
+        targets = [x for x in made if not self.value(x).requires_grad and 0 not in self.value(x).stride()]
         x = rng.choice(self.buffers) if self.buffers and (rng.random() < 0.7 or not targets) else rng.choice(targets) if targets else None
         if x is None:
             return
@@ -131,12 +137,12 @@ class _Casts:
                 self.new_input(buffer=True)
         start = len(self.pool)
         for _ in range(rng.randint(2, 9)):
-            x = rng.choice(self.pool[-4:] + self.buffers)
+            x = rng.choice([*self.pool[-2:], self.pool[-1], rng.choice(self.pool), *self.buffers])
             r = rng.random()
-            if r < 0.2 and (self.buffers or len(self.pool) > start):
+            if r < (0.3 if self.buffers else 0.12) and (self.buffers or len(self.pool) > start):
                 self.change()
                 continue
-            text = self.cast(x) if r < 0.6 else self.move(x) if self.exact or r < 0.85 else self.compute(x)
+            text = self.cast(x) if r < 0.7 else self.move(x) if self.exact or r < 0.88 else self.compute(x)
             name = self.w.add(text)
             if name and isinstance(self.value(name), Tensor) and self.value(name).numel() <= 2000:
                 self.pool.append(name)
