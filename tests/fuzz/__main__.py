@@ -1,8 +1,8 @@
 """Command line of the fuzzer.
 
-    python -m tests.fuzz --family indices --seeds 0:500 --workers 2
-    python -m tests.fuzz --family all --seeds 0:500 --device cuda --mode compiled --workers 16 --json fuzz.json
-    python -m tests.fuzz --show indices:82
+python -m tests.fuzz --family indices --seeds 0:500 --workers 2
+python -m tests.fuzz --family all --seeds 0:500 --device cuda --mode compiled --workers 16 --json fuzz.json
+python -m tests.fuzz --show indices:82
 """
 
 from __future__ import annotations

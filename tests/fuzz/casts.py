@@ -96,7 +96,11 @@ class _Casts:
         same = [y for y in self.pool if self.value(y).shape == t.shape and y != x]
         if same:
             y = rng.choice(same)
-            choices += [f"torch.cat([{x}, {y}])", f"torch.stack([{x}, {y}.to({x}.dtype)])", f"torch.where({x} == {x}, {x}, {y}.to({x}.dtype))"] * 2
+            choices += [
+                f"torch.cat([{x}, {y}])",
+                f"torch.stack([{x}, {y}.to({x}.dtype)])",
+                f"torch.where({x} == {x}, {x}, {y}.to({x}.dtype))",
+            ] * 2
         if t.numel() % 2 == 0:
             choices += [f"{x}.view(2, -1)" if t.is_contiguous() else f"{x}.reshape(2, -1)"]
         return rng.choice(choices)
@@ -105,7 +109,15 @@ class _Casts:
         rng, t = self.rng, self.value(x)
         if not t.is_floating_point():
             return f"{x} * 2"
-        choices = [f"{x} * 2", f"{x} + 1", f"torch.tanh({x})", f"{x} * {x}", f"F.silu({x})", f"{x}.sum(-1)" if t.dim() else x, f"-{x}"]
+        choices = [
+            f"{x} * 2",
+            f"{x} + 1",
+            f"torch.tanh({x})",
+            f"{x} * {x}",
+            f"F.silu({x})",
+            f"{x}.sum(-1)" if t.dim() else x,
+            f"-{x}",
+        ]
         if t.dim() == 2:
             choices += [f"{x} @ {x}.t()"] * 2
         return rng.choice(choices)
@@ -116,7 +128,13 @@ class _Casts:
         made = [x for x in self.pool if x not in self.buffers and not x.startswith("x")]
         # A tensor that overlaps itself has no defined value after a change in place.
         targets = [x for x in made if not self.value(x).requires_grad and 0 not in self.value(x).stride()]
-        x = rng.choice(self.buffers) if self.buffers and (rng.random() < 0.7 or not targets) else rng.choice(targets) if targets else None
+        x = (
+            rng.choice(self.buffers)
+            if self.buffers and (rng.random() < 0.7 or not targets)
+            else rng.choice(targets)
+            if targets
+            else None
+        )
         if x is None:
             return
         t = self.value(x)
@@ -164,7 +182,11 @@ class _Casts:
             return source
         others = [a for a in arguments.split(", ") if a not in used]
         registered = [f'    m.register_buffer("{b}", {b})' for b in used]
-        head = re.sub(r"\n    return \[.*\]", "\n".join(["", "    m = torch.nn.Module()", *registered, f"    return [{', '.join(['m', *others])}]"]), head)
+        head = re.sub(
+            r"\n    return \[.*\]",
+            "\n".join(["", "    m = torch.nn.Module()", *registered, f"    return [{', '.join(['m', *others])}]"]),
+            head,
+        )
         body = re.sub(r"\b(buf\d+)\b", r"m.\1", body)
         return f"{head}\ndef program({', '.join(['m', *others])}):\n{body}"
 

@@ -60,7 +60,13 @@ class _Indices:
         if kind <= 2:
             key = self.key(n)
             how = rng.choice(
-                ["{}.argsort()", "{}.sort().indices", "{}.argsort(descending=True)", "{}.sort(stable=True)[1]", "{}.topk({n}).indices"]
+                [
+                    "{}.argsort()",
+                    "{}.sort().indices",
+                    "{}.argsort(descending=True)",
+                    "{}.sort(stable=True)[1]",
+                    "{}.topk({n}).indices",
+                ]
             )
             text = how.format(key, n=n)
         elif kind == 3:
@@ -70,7 +76,11 @@ class _Indices:
             start, step = rng.choice([0, 0, 1, 3]), rng.choice([1, 1, 2])
             extra = f", dtype=torch.{rng.choice(_NARROW)}" if rng.random() < 0.4 and n < 100 else ""
             device = f"device={self.any_device()}"
-            text = f"torch.arange({start}, {start + step * n}, {step}, {device}{extra})" if start or step > 1 else f"torch.arange({n}, {device}{extra})"
+            text = (
+                f"torch.arange({start}, {start + step * n}, {step}, {device}{extra})"
+                if start or step > 1
+                else f"torch.arange({n}, {device}{extra})"
+            )
         elif kind == 5:
             text = f"torch.randperm({n}, device={self.any_device()})"
         elif kind == 6:
@@ -83,7 +93,14 @@ class _Indices:
             text = f"{key}.{rng.choice(['argsort(1)', 'sort(-1).indices', f'topk({rng.randint(1, n)}, 1).indices', 'argsort(1, descending=True)'])}"
         else:
             mask = self.w.input(f"torch.rand({n}, generator=g).gt(0.4).to(device)", "mask")
-            text = rng.choice([f"{mask}.nonzero().squeeze(1)", f"torch.where({mask})[0]", f"{mask}.cumsum(0) - 1", f"{mask}.nonzero()[:, 0]"])
+            text = rng.choice(
+                [
+                    f"{mask}.nonzero().squeeze(1)",
+                    f"torch.where({mask})[0]",
+                    f"{mask}.cumsum(0) - 1",
+                    f"{mask}.nonzero()[:, 0]",
+                ]
+            )
         name = self.w.add(text, "p")
         if name:
             self.indices.append(name)
@@ -107,7 +124,9 @@ class _Indices:
         same = [q for q in self.indices if self._value(q).dim() == 1 and self._value(q).numel() == n and q != p]
         other = rng.choice(same) if same else p
         low = int(value.min())
-        in_range = [q for q in self.indices if self._value(q).dim() == 1 and int(value.max()) < self._value(q).numel() and low >= 0]
+        in_range = [
+            q for q in self.indices if self._value(q).dim() == 1 and int(value.max()) < self._value(q).numel() and low >= 0
+        ]
         table = rng.choice(in_range) if in_range else None
         sort_suffix = "" if unique else "stable=True"
         choices = [
@@ -148,11 +167,17 @@ class _Indices:
             f"({flat}[:, None] == torch.arange({self.rows}, device={p}.device)).sum(0).cumsum(0) - 1",
         ]
         if table:
-            choices += [f"{table}[{p}]"] * 4 + [f"{table}.gather(0, {p}.long())", f"{table}.index_select(0, {flat})", f"torch.take({table}, {p}.long())"]
+            choices += [f"{table}[{p}]"] * 4 + [
+                f"{table}.gather(0, {p}.long())",
+                f"{table}.index_select(0, {flat})",
+                f"torch.take({table}, {p}.long())",
+            ]
         if unique and low >= 0 and int(value.max()) < n:
             places = f"{flat}.long()"
             arange = f"torch.arange({n}, device={p}.device)"
-            source = rng.choice([arange, arange, f"{arange}.flip(0)", f"{other if self._value(other).dim() == 1 else flat}.long()"])
+            source = rng.choice(
+                [arange, arange, f"{arange}.flip(0)", f"{other if self._value(other).dim() == 1 else flat}.long()"]
+            )
             choices += [
                 f"torch.empty_like({places}).scatter(0, {places}, {source})",
                 f"torch.zeros_like({places}).index_put(({places},), {source})",
@@ -161,11 +186,28 @@ class _Indices:
                 f"{places}.scatter(0, {places}[:{small}], {source}[:{small}])",
             ] * 2
         if dim == 2:
-            choices += [f"{p}.t()", f"{p}.t().reshape(-1)", f"{p}[0]", f"{p}[:, 0]", f"{p}.flatten() // {value.shape[1]}", f"{p}.argsort(1)"] * 2
+            choices += [
+                f"{p}.t()",
+                f"{p}.t().reshape(-1)",
+                f"{p}[0]",
+                f"{p}[:, 0]",
+                f"{p}.flatten() // {value.shape[1]}",
+                f"{p}.argsort(1)",
+            ] * 2
         if rng.random() < 0.12 and n > 2:
             copy = self.w.add(f"{flat}.clone()", "p")
             a, b = rng.randrange(n), rng.randrange(n)
-            text = rng.choice([f"{copy}[{a}] = {copy}[{b}]", f"{copy}[{a}] = {copy}[{b}].clone()", f"{copy}[:{small}] = {copy}[-{small}:].clone()", f"{copy}.copy_({copy}.flip(0))", f"{copy} += 1", f"{copy}[1:].zero_()", f"{copy}.view(-1)[{a}] = {b}"])
+            text = rng.choice(
+                [
+                    f"{copy}[{a}] = {copy}[{b}]",
+                    f"{copy}[{a}] = {copy}[{b}].clone()",
+                    f"{copy}[:{small}] = {copy}[-{small}:].clone()",
+                    f"{copy}.copy_({copy}.flip(0))",
+                    f"{copy} += 1",
+                    f"{copy}[1:].zero_()",
+                    f"{copy}.view(-1)[{a}] = {b}",
+                ]
+            )
             if copy and self.w.statement(text):
                 self.indices.append(copy)
             return
@@ -203,7 +245,7 @@ class _Indices:
         if there and rng.random() < 0.5:
             return rng.choice(there)
         rows = min(bound, 600) if rng.random() < 0.6 else self.rows + rng.choice([0, 0, 1, 3])
-        shape = [max(rows, 1)] + rng.choice([[], [self.columns], [self.columns], [3, 2]])
+        shape = [max(rows, 1), *rng.choice([[], [self.columns], [self.columns], [3, 2]])]
         return self.float_input(*shape)
 
     def _gather(self, p: str, bound: int) -> str | None:
@@ -236,7 +278,9 @@ class _Indices:
         y = self.w.add(rng.choice(choices), "y")
         if y and rng.random() < 0.4:
             shape = list(self._value(y).shape)
-            other = self.float_input(*shape) if rng.random() < 0.5 else self.float_input(*([shape[0]] + [1] * (len(shape) - 1)))
+            other = (
+                self.float_input(*shape) if rng.random() < 0.5 else self.float_input(*([shape[0]] + [1] * (len(shape) - 1)))
+            )
             y = self.w.add(f"{y} * {other}", "y") or y
         return y
 
@@ -265,7 +309,11 @@ class _Indices:
                 f"{base}.scatter_reduce(0, {flat}, {values}, '{rng.choice(['sum', 'mean', 'amax'])}', include_self={rng.random() < 0.5})",
             ]
             if unique:
-                choices += [f"{base}.scatter(0, {flat}, {values})", f"{base}.index_copy(0, {flat}, {values})", f"{base}.index_put(({flat},), {values})"]
+                choices += [
+                    f"{base}.scatter(0, {flat}, {values})",
+                    f"{base}.index_copy(0, {flat}, {values})",
+                    f"{base}.index_put(({flat},), {values})",
+                ]
         else:
             narrow = rng.choice([self.w.add, None])
             column, row = self.float_input(n, 1), self.float_input(1, c)
@@ -292,7 +340,10 @@ class _Indices:
                 f"{base}.index_add(0, {flat}, {values}) + {base}.index_add(0, {flat}, {column} * {values})",
             ]
             if narrow is None:
-                choices += [f"{base}.index_add(0, ({flat} // 2), {values} * {column})", f"{base}.index_put((({flat} // 2),), {values}[:, :1], accumulate=True)"]
+                choices += [
+                    f"{base}.index_add(0, ({flat} // 2), {values} * {column})",
+                    f"{base}.index_put((({flat} // 2),), {values}[:, :1], accumulate=True)",
+                ]
             if unique:
                 choices += [
                     f"{base}.index_copy(0, {flat}, {values})",
@@ -303,7 +354,11 @@ class _Indices:
                 ]
             m = f"({flat} % 2 == 0)"
             if n == rows or rng.random() < 0.1:
-                choices += [f"{values}[{m}]", f"{values}.masked_fill({m}[:, None], 0.5)", f"{base}[:{n}].masked_scatter({m}[:, None], {values})"]
+                choices += [
+                    f"{values}[{m}]",
+                    f"{values}.masked_fill({m}[:, None], 0.5)",
+                    f"{base}[:{n}].masked_scatter({m}[:, None], {values})",
+                ]
         return self.w.add(rng.choice(choices), "y")
 
     def mixture_of_experts(self) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 _modules = itertools.count()
 
 #: What follows the source where a program is printed.
-_REPRODUCE = '''
+_REPRODUCE = """
 if __name__ == "__main__":
     import inductor_ext  # registers the backend
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     # What the fuzzer does: run, compare with float64 and print the errors of the outputs and gradients.
     source = open(__file__).read().split('if __name__ ==')[0]
     print(judge(Program({fields}, source=source), mode="graphs", device="cpu"))
-'''
+"""
 
 
 @dataclass
@@ -80,7 +80,9 @@ def unload(module: types.ModuleType) -> None:
     linecache.cache.pop(module.__file__, None)
 
 
-def render(inputs: list[tuple[str, str]], body: list[str], imports: list[str] | None = None, before: list[str] | None = None) -> str:
+def render(
+    inputs: list[tuple[str, str]], body: list[str], imports: list[str] | None = None, before: list[str] | None = None
+) -> str:
     """The source of a program: ``inputs`` are (name, expression over g and device)."""
     names = ", ".join(name for name, _ in inputs)
     lines = ["import torch", "import torch.nn.functional as F", *(imports or []), "", *(before or [])]

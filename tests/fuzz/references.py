@@ -121,7 +121,9 @@ def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
     return flex_attention
 
 
-def looped_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+def looped_scan(
+    combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+) -> Any:
     """associative_scan as a plain loop."""
     leaves, spec = tree_flatten(xs)
     rows = [[y.squeeze(dim) for y in x.split(1, dim)] for x in leaves]
@@ -135,7 +137,9 @@ def looped_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool
     return tree_unflatten([torch.stack(column, dim) for column in zip(*columns, strict=True)], spec)
 
 
-def pointwise_on_cpu(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise") -> Any:
+def pointwise_on_cpu(
+    combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+) -> Any:
     """associative_scan, which refuses pointwise mode for CPU tensors: then what it does for others."""
     if combine_mode != "pointwise":
         return _associative_scan(combine_fn, xs, dim, reverse=reverse, combine_mode=combine_mode)

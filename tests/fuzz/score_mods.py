@@ -53,9 +53,15 @@ class _ScoreMod:
         same = [name for name, s in self.learned if s == shape]
         if same and rng.random() < 0.4:
             return rng.choice(same)
-        dtype = self.dtype if rng.random() < 0.85 else rng.choice(["float32", "bfloat16", "float64" if self.dtype == "float64" else "float32"])
+        dtype = (
+            self.dtype
+            if rng.random() < 0.85
+            else rng.choice(["float32", "bfloat16", "float64" if self.dtype == "float64" else "float32"])
+        )
         grad = rng.random() < 0.85 if grad is None else grad
-        text = f"(torch.randn({list(shape)}, generator=g) * 0.5).to(device, torch.{dtype})" + (".requires_grad_()" if grad else "")
+        text = f"(torch.randn({list(shape)}, generator=g) * 0.5).to(device, torch.{dtype})" + (
+            ".requires_grad_()" if grad else ""
+        )
         name = self.input(text, "t")
         self.learned.append((name, shape))
         return name
@@ -148,7 +154,12 @@ class _ScoreMod:
             return Int(f"({name}[q] {rng.choice('+-')} {name}[k])", 0, 255, True)
         if kind == 1:
             return Int(f"({rng.choice(['q - k', 'k - q'])}).to(torch.uint8)", 0, 255, True)
-        return Int(f"(({rng.choice(['q', 'k'])} * 37).to(torch.int8) - ({rng.choice(['q', 'k'])} * 11).to(torch.int8))", -128, 127, True)
+        return Int(
+            f"(({rng.choice(['q', 'k'])} * 37).to(torch.int8) - ({rng.choice(['q', 'k'])} * 11).to(torch.int8))",
+            -128,
+            127,
+            True,
+        )
 
     def through_floats(self) -> Int:
         """Integers by way of floats, exactly rounded whatever the order of evaluation."""
@@ -204,7 +215,15 @@ class _ScoreMod:
         if kind <= 2:
             return f"{self.table(h)}[h]"
         if kind == 3:
-            return rng.choice([f"{self.table(h, k)}[h, k]", f"{self.table(h, q)}[h, q]", f"{self.table(b, h)}[b, h]", f"{self.table(b, h, q)}[b, h, q]", f"{self.table(b, h, k)}[b, h, k]"])
+            return rng.choice(
+                [
+                    f"{self.table(h, k)}[h, k]",
+                    f"{self.table(h, q)}[h, q]",
+                    f"{self.table(b, h)}[b, h]",
+                    f"{self.table(b, h, q)}[b, h, q]",
+                    f"{self.table(b, h, k)}[b, h, k]",
+                ]
+            )
         if kind == 4:
             return f"{self.table(h, q + k)}[h, q - k + {k}]"
         if kind == 5:
@@ -234,11 +253,23 @@ class _ScoreMod:
         if kind == 13:
             n = 31
             spd = self.integer_table(30, b, q, k)
-            return f"{self.table(n, h)}[{spd}[b, q, k].long(), h]" if rng.random() < 0.5 else f"{self.table(n, h)}[{spd}[b, q, k], h]"
+            return (
+                f"{self.table(n, h)}[{spd}[b, q, k].long(), h]"
+                if rng.random() < 0.5
+                else f"{self.table(n, h)}[{spd}[b, q, k], h]"
+            )
         n = rng.choice([3, 8, 33, max(q, k)])
         x = self.integer(2)
         text = self.index(x, n)
-        return rng.choice([f"{self.table(n)}[{text}]", f"{self.table(h, n)}[h, {text}]", f"{self.table(h, n)}[h, {text}]", f"{self.table(n, h)}[{text}, h]", f"{self.table(b, n)}[b, {text}]"])
+        return rng.choice(
+            [
+                f"{self.table(n)}[{text}]",
+                f"{self.table(h, n)}[h, {text}]",
+                f"{self.table(h, n)}[h, {text}]",
+                f"{self.table(n, h)}[{text}, h]",
+                f"{self.table(b, n)}[b, {text}]",
+            ]
+        )
 
     def value(self, depth: int = 2) -> str:
         rng = self.rng
@@ -262,7 +293,11 @@ class _ScoreMod:
         if kind == 8:
             return f"{x}.detach()" if rng.random() < 0.5 else f"({x} + {self.read()}.detach())"
         if kind == 9:
-            return f"({x} + {self.boolean()} + {self.boolean()})" if rng.random() < 0.3 else f"({x} + ({self.boolean()} + {self.boolean()}))"
+            return (
+                f"({x} + {self.boolean()} + {self.boolean()})"
+                if rng.random() < 0.3
+                else f"({x} + ({self.boolean()} + {self.boolean()}))"
+            )
         if kind == 10:
             i = self.integer(2)
             return f"({x} - {i.text} * {0.02 if max(abs(i.low), abs(i.high)) < 300 else 1e-10})"
@@ -278,10 +313,27 @@ class _ScoreMod:
         kind = rng.randrange(12)
         x = self.value()
         if kind == 0:
-            self.lines += [f"x = {x} * 1.0", rng.choice(["x.mul_(2.0)", "x.add_(0.5)", "x.mul_(0.5).add_(1.0)", "x.neg_()", "x += 0.25", "F.relu(x, inplace=True)", "x.tanh_()"])]
+            self.lines += [
+                f"x = {x} * 1.0",
+                rng.choice(
+                    [
+                        "x.mul_(2.0)",
+                        "x.add_(0.5)",
+                        "x.mul_(0.5).add_(1.0)",
+                        "x.neg_()",
+                        "x += 0.25",
+                        "F.relu(x, inplace=True)",
+                        "x.tanh_()",
+                    ]
+                ),
+            ]
             x = "x"
         elif kind == 1:
-            self.lines += [rng.choice([f"s.mul_({self.table(self.heads)}[h])", f"s += {self.read()}", "s.mul_(0.5)", "F.relu(s, inplace=True)"])]
+            self.lines += [
+                rng.choice(
+                    [f"s.mul_({self.table(self.heads)}[h])", f"s += {self.read()}", "s.mul_(0.5)", "F.relu(s, inplace=True)"]
+                )
+            ]
             if rng.random() < 0.8:
                 self.lines.insert(0, "s = s * 1.0")
         elif kind == 2:
@@ -360,7 +412,12 @@ class _ScoreMod:
         lines += ["from torch.nn.attention.flex_attention import create_block_mask, flex_attention", "", ""]
         lines += ["def make(g, device):", *(f"    {n} = {t}" for n, t in inputs), f"    return [{names}]", "", ""]
         lines += [f"def program({names}):", *("    " + line for line in body)]
-        lines += ["    def score_mod(s, b, h, q, k):", *("        " + line for line in self.lines), f"        return {returned}", ""]
+        lines += [
+            "    def score_mod(s, b, h, q, k):",
+            *("        " + line for line in self.lines),
+            f"        return {returned}",
+            "",
+        ]
         return "\n".join([*lines, f"    return flex_attention(query, key, value, {', '.join(options)})", ""])
 
 

@@ -27,7 +27,7 @@ def _strides(x: Tensor) -> list[int]:
 
 def _same(got: Tensor, want: Tensor, tolerance: float) -> bool:
     if tolerance == 0.0 or not want.is_floating_point():
-        return torch.equal(got, want) or bool((((got == want) | ((got != got) & (want != want))).all()))
+        return torch.equal(got, want) or bool(((got == want) | ((got != got) & (want != want))).all())
     nan = want.isnan()
     return torch.equal(nan, got.isnan()) and judging.relative_error(got[~nan], want[~nan]) <= tolerance
 
