@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext import compat
+from inductor_ext.compat import compile_fx as stock_compile_fx
 from tests.eager_graphs import eager_graphs
 
 from . import references
@@ -181,7 +182,7 @@ def _compiled(
     torch._dynamo.reset()
     backend: Any = "gradfuse"
     if stock:
-        backend = functools.partial(compat.compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
+        backend = functools.partial(stock_compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
     kwargs: dict[str, Any] = {"options": options} if options else {}
     with _settings(mode), _loaded(program, **references.compiled_replacements(device)) as module:
         function = torch.compile(module.program, backend=backend, fullgraph=True, dynamic=program.dynamic, **kwargs)

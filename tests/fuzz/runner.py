@@ -116,6 +116,8 @@ def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
 
     import torch
 
+    from . import judge  # noqa: F401  (takes seconds, which are no program's)
+
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
@@ -180,7 +182,7 @@ class _Worker:
 
     def watch(self) -> None:
         """End a process that hangs in code that an alarm does not interrupt."""
-        hung = self.current is not None and time.monotonic() - self.started > 2 * self.settings.timeout
+        hung = self.current is not None and time.monotonic() - self.started > 2 * self.settings.timeout + 10
         if hung and self.process is not None:
             self.process.kill()
 
