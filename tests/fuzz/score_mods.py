@@ -207,7 +207,11 @@ class _ScoreMod(Integers):
         kind = rng.randrange(16)
         if kind >= 13:
             # A sum with a term that is itself a sum of booleans or integers, and must stay one.
-            term = self.integer_term()
+            term, rows = self.integer_term(), (self.heads, self.queries)
+            if kind < 15:
+                # Something that a rewrite takes out of the sum: a term without a key, or two of one footprint.
+                two = f"{self.table(self.heads, self.keys)}[h, k] + {self.table(self.keys)}[k]"
+                x = rng.choice([f"{self.table(self.heads)}[h]", f"{self.table(*rows)}[h, q]", two])
             return f"s + {x} {'+' if term.startswith('((') else rng.choice('+-')} {term}"
         if kind == 0:
             return x
