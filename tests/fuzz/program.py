@@ -38,7 +38,6 @@ class Program:
 
     exact: the program only moves and casts values, so that its result is that of eager mode bit for bit.
     strides: strides, aliasing and mutations of inputs are compared too, and the reference is eager mode.
-    needs: names that the judge replaces in the module of ``source`` ("flex_attention", "associative_scan").
     """
 
     family: str
