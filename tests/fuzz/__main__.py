@@ -1,0 +1,86 @@
+"""Command line of the fuzzer.
+
+python -m tests.fuzz --family indices --seeds 0:500 --workers 2
+python -m tests.fuzz --family all --seeds 0:500 --device cuda --mode compiled --workers 16 --json fuzz.json
+python -m tests.fuzz --show indices:82
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from .runner import FAMILIES, Outcome, Settings, generate, interleaved, run, run_one, to_json, work
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=[*FAMILIES, "all"], default="all")
+    parser.add_argument("--seeds", default="0:100", help="first:last+1, or a single seed")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--mode", choices=["graphs", "compiled"], default="graphs")
+    parser.add_argument("--dtype", default="any", help="float32, bfloat16, float16, float64 or any")
+    parser.add_argument("--deterministic", action="store_true", help="with that option, twice, compared bit for bit")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--timeout", type=int, default=None, help="seconds a program")
+    parser.add_argument("--time-limit", type=float, default=None, help="seconds in all")
+    parser.add_argument("--json", default=None, help="write the results to this file")
+    parser.add_argument("--show", metavar="FAMILY:SEED", default=None, help="print a program and end")
+    parser.add_argument("--run", metavar="FAMILY:SEED", default=None, help="run one program in this process and end")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _progress() -> Callable[[Outcome, int, int], None]:
+    """A bar where tqdm is installed, otherwise a line for every failure and every hundred programs."""
+    bar = None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    begin = time.monotonic()
+
+    def show(outcome: Outcome, done: int, total: int) -> None:
+        nonlocal bar
+        if tqdm is not None:
+            bar = bar or tqdm(total=total, unit="program", file=sys.stderr)
+            bar.update()
+        elif done % 100 == 0 or done == total:
+            print(f"{done} of {total} programs, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        if outcome.outcome in ("wrong", "crash"):
+            line = f"{outcome.family}:{outcome.seed} {outcome.dtype} {outcome.outcome}: {outcome.reason}"
+            tqdm.write(line, file=sys.stderr) if tqdm is not None else print(line, file=sys.stderr, flush=True)
+
+    return show
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 if a program failed."""
+    own = _parser().parse_args(arguments)
+    if own.worker:
+        message = json.load(sys.stdin)
+        work([tuple(job) for job in message["jobs"]], Settings(**message["settings"]))
+        return 0
+    timeout = own.timeout or (60 if own.mode == "graphs" else 180)
+    settings = Settings(own.device, own.mode, own.dtype, own.deterministic, timeout)
+    if own.show or own.run:
+        family, seed = (own.show or own.run).split(":")
+        print(generate(family, int(seed), own.dtype).show() if own.show else run_one(family, int(seed), settings))
+        return 0
+    first, _, last = own.seeds.partition(":")
+    seeds = range(int(first), int(last) if last else int(first) + 1)
+    families = FAMILIES if own.family == "all" else (own.family,)
+    summary = run(interleaved(families, seeds), settings, own.workers, own.time_limit, _progress())
+    for family, counts in summary.counts().items():
+        print(f"{family}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+    print(f"{len(summary.outcomes)} programs in {summary.seconds:.0f} s")
+    if own.json:
+        to_json(own.json, summary, settings, families, own.seeds)
+    return 1 if summary.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

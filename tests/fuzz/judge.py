@@ -1,0 +1,335 @@
+"""Run one program with gradfuse and say whether it is right.
+
+The reference is the same source run eagerly on float64 copies of its inputs (integers keep their dtype). Single precision
+may be off by 1e-5, or three times what eager fp32 is off; half precision by 1.2 times the error of an emulation that does
+the program's own rounding steps with sums accumulated in fp32. What looks wrong is averaged over more draws of the inputs
+in half precision, and then compared with stock: what stock gets equally wrong is "stock_too".
+
+A program is discarded where eager mode raises, where the reference is not finite, or where eager fp32 is off by more than
+1e-3 (half precision: its emulation by more than 0.3), which is what a comparison of rounded floats does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import inductor_ext  # noqa: F401  (registers the backend)
+from inductor_ext import compat
+from inductor_ext.compat import compile_fx as stock_compile_fx
+from tests.eager_graphs import eager_graphs
+
+from . import references
+from .program import Program, unload
+
+HALF = (torch.bfloat16, torch.float16)
+SLACK = 1.2
+#: Draws over which the error of half precision is averaged before a program counts as wrong.
+DRAWS = 4
+#: Seed of the inputs.
+DRAW = 0
+
+
+@dataclass
+class Result:
+    """outcome: ok, wrong, crash, stock_too, stock_crashes_too or discarded; reason: one line."""
+
+    outcome: str
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in ("wrong", "crash")
+
+
+@dataclass
+class Run:
+    """What a run leaves behind: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    inputs: list[Tensor]
+    aliases: list[tuple[int, int]]
+    names: list[str] = field(default_factory=list)
+
+    def tensors(self) -> list[tuple[str, Tensor | None]]:
+        pairs = [(f"output {i}", x) for i, x in enumerate(self.outputs)]
+        return pairs + [(f"gradient of {n}", x) for n, x in zip(self.names, self.gradients, strict=True)]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative Frobenius error; infinities have to agree."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    infinite = want.isinf()
+    if not torch.equal(got[infinite], want[infinite]):
+        return math.inf
+    got, want = got.masked_fill(infinite, 0.0), want.masked_fill(infinite, 0.0)
+    difference, scale = float((got - want).norm()), float(want.norm())
+    if math.isnan(difference):
+        return math.inf
+    return difference / scale if scale > 1e-6 else difference
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def draw_inputs(module: types.ModuleType, device: str, draw: int, widen: torch.dtype | None = None) -> list[Any]:
+    """Fresh arguments; ``widen``: floats as leaves of that dtype."""
+    made = module.make(torch.Generator().manual_seed(draw), device)
+    if widen is None:
+        return made
+    return [x.detach().to(widen).requires_grad_(x.requires_grad) if _floating(x) else x for x in made]
+
+
+def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], emulated: bool = False) -> Run:
+    """Run forward and backward. ``emulated``: half-precision leaves go in as fp32 and their gradients are rounded once."""
+    torch.manual_seed(0)
+    leaves = [x for x in inputs if _floating(x) and x.requires_grad]
+    arguments = [x.float() if emulated and _floating(x) and x.dtype in HALF else x for x in inputs]
+    outputs = [x for x in tree_leaves(function(*arguments)) if isinstance(x, Tensor)]
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    generator = torch.Generator().manual_seed(1)
+    # For every output, since compiled outputs may have a gradient where those of eager mode have none.
+    weighted = [
+        (x, (torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x)) for x in outputs if x.is_floating_point()
+    ]
+    differentiable = [x for x, _ in weighted if x.requires_grad]
+    if differentiable and leaves:
+        weights = [weight for x, weight in weighted if x.requires_grad]
+        gradients = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    tensors += [x for m in inputs if isinstance(m, torch.nn.Module) for x in m.buffers()]
+    places = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
+    everything = [x for x in (*outputs, *tensors) if x.numel()]
+    aliases = [
+        (i, j)
+        for i in range(len(everything))
+        for j in range(i)
+        if places[i] == places[j] and (i < len(outputs) or j < len(outputs))
+    ]
+    return Run([x.detach() for x in outputs], gradients, tensors, aliases, names)
+
+
+def _leaf_names(module: types.ModuleType, inputs: list[Any]) -> list[str]:
+    arguments = module.program.__code__.co_varnames[: module.program.__code__.co_argcount]
+    return [n for n, x in zip(arguments, inputs, strict=True) if _floating(x) and x.requires_grad]
+
+
+@contextlib.contextmanager
+def _loaded(program: Program, **replaced: Any) -> Iterator[types.ModuleType]:
+    module = program.load(**replaced)
+    try:
+        yield module
+    finally:
+        unload(module)
+
+
+def reference(program: Program, device: str, draw: int) -> Run:
+    """The program in float64."""
+    with _loaded(program, **references.replacements(torch.float64)) as module:
+        inputs = draw_inputs(module, device, draw, torch.float64)
+        return execute(module.program, inputs, _leaf_names(module, inputs))
+
+
+def eager(program: Program, device: str, draw: int) -> Run:
+    """The program in its own dtype; in half precision with fp32 sums, rounded once an operation."""
+    half = program.dtype in ("bfloat16", "float16")
+    dtype = getattr(torch, program.dtype)
+    with _loaded(program, **references.replacements(dtype)) as module:
+        inputs = draw_inputs(module, device, draw)
+        names = _leaf_names(module, inputs)
+        if program.family == "score_mods":
+            return execute(module.program, inputs, names, emulated=True)
+        with references.SumsInFloat32() if half else contextlib.nullcontext():
+            return execute(module.program, inputs, names)
+
+
+def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+    def run(arguments: list[Any]) -> Any:
+        inputs = list(arguments)
+        arguments.clear()
+        return gm(*inputs)
+
+    run._boxed_call = True
+    return run
+
+
+@contextlib.contextmanager
+def _settings(mode: str) -> Iterator[None]:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compat.without_caches():
+        if mode == "graphs":
+            with eager_graphs():
+                yield
+        else:
+            yield
+
+
+def _compiled(
+    program: Program, device: str, mode: str, stock: bool, draws: list[int], options: dict[str, Any] | None = None
+) -> list[Run]:
+    """Compile once and run every draw."""
+    torch._dynamo.reset()
+    backend: Any = "gradfuse"
+    if stock:
+        backend = functools.partial(stock_compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
+    kwargs: dict[str, Any] = {"options": options} if options else {}
+    with _settings(mode), _loaded(program, **references.compiled_replacements(device)) as module:
+        function = torch.compile(module.program, backend=backend, fullgraph=True, dynamic=program.dynamic, **kwargs)
+        runs = []
+        for draw in draws:
+            inputs = draw_inputs(module, device, draw)
+            runs.append(execute(function, inputs, _leaf_names(module, inputs)))
+        return runs
+
+
+def one_line(error: BaseException) -> str:
+    """The type and the first telling line of an exception."""
+    cause: BaseException = error
+    while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
+        cause = inner
+    skip = ("The above exception", "While executing", "target:", "args[")
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip() and not line.strip().startswith(skip)]
+    text = re.sub(r"\s+", " ", " | ".join(lines[:2]))
+    return f"{type(cause).__name__}: {text}"[:240]
+
+
+def _differences(program: Program, got: Run, exact: Run, own: Run) -> list[tuple[str, float, float]]:
+    """(what, error, what is allowed) for every tensor; shapes and dtypes that differ count as infinite."""
+    found = []
+    dtype = getattr(torch, program.dtype)
+    if len(got.outputs) != len(own.outputs):
+        return [("number of outputs", math.inf, 0.0)]
+    for (name, x), (_, want), (_, eager_one) in zip(got.tensors(), exact.tensors(), own.tensors(), strict=True):
+        if want is None:
+            found.append((name, 0.0 if x is None else float(x.abs().max()), 1e-6))
+            continue
+        x = torch.zeros_like(eager_one if eager_one is not None else want) if x is None else x
+        eager_one = torch.zeros_like(want) if eager_one is None else eager_one
+        # The logsumexp is float32 whatever the inputs are.
+        alike = x.dtype == eager_one.dtype or (program.family == "score_mods" and x.dtype is torch.float32)
+        if x.shape != want.shape or not alike:
+            found.append((f"{name}: {x.dtype} {list(x.shape)}, not {eager_one.dtype} {list(want.shape)}", math.inf, 0.0))
+            continue
+        if not want.is_floating_point():
+            found.append((name, 0.0 if torch.equal(x, want) else math.inf, 0.0))
+            continue
+        error, reference_error = relative_error(x, want), relative_error(eager_one, want)
+        floor = 1e-5 if x.dtype not in HALF else torch.finfo(x.dtype).eps / 8
+        if dtype is torch.float64 and x.dtype is dtype:
+            floor = 1e-6
+        # A scan adds up in the order of a tree, the emulation in that of a loop.
+        slack = 2.0 if program.family == "scans" else SLACK
+        allowed = max(floor, (slack if x.dtype in HALF else 3) * reference_error)
+        if float(want.norm()) < 1e-6:
+            # Zero by theory: what is left is noise, in gradfuse as in eager mode.
+            allowed = max(1e-4, 4 * reference_error)
+        found.append((name, error, allowed))
+    return found
+
+
+def _ill_conditioned(program: Program, exact: Run, own: Run) -> str | None:
+    limit = 0.3 if program.dtype in ("bfloat16", "float16") else 1e-3
+    for (name, want), (_, x) in zip(exact.tensors(), own.tensors(), strict=True):
+        if want is None or x is None:
+            continue
+        if want.is_floating_point() and bool(want.isnan().any()):
+            return f"{name} of the reference is not a number"
+        if want.shape == x.shape and want.is_floating_point() and relative_error(x, want) > limit and want.norm() > 1e-4:
+            return f"{name} of eager mode is off by {relative_error(x, want):.1e}"
+    return None
+
+
+def _report(bad: list[tuple[str, float, float]]) -> str:
+    return "; ".join(f"{name}: {error:.1e}, allowed {allowed:.1e}" for name, error, allowed in bad)[:300]
+
+
+def _average(
+    program: Program, device: str, mode: str, stock: bool, options: dict[str, Any] | None
+) -> list[tuple[str, float, float]]:
+    """As ``_differences``, root mean square over several draws."""
+    draws = list(range(DRAW, DRAW + DRAWS))
+    runs = _compiled(program, device, mode, stock, draws, options)
+    each = [
+        _differences(program, r, reference(program, device, d), eager(program, device, d))
+        for d, r in zip(draws, runs, strict=True)
+    ]
+    names = [name for name, _, _ in each[0]]
+    mean = [[math.sqrt(sum(e[i][at] ** 2 for e in each) / DRAWS) for at in (1, 2)] for i in range(len(names))]
+    return [(name, error, allowed) for name, (error, allowed) in zip(names, mean, strict=True)]
+
+
+def judge(program: Program, mode: str = "graphs", device: str = "cpu", deterministic: bool = False) -> Result:
+    """Run and judge one program."""
+    if program.strides:
+        from .strict import judge_strictly
+
+        return judge_strictly(program, mode, device)
+    if mode == "compiled" and device == "cpu" and 'combine_mode="pointwise"' in program.source:
+        return Result("discarded", "Inductor's C++ has no pointwise scans")
+    try:
+        exact, own = reference(program, device, DRAW), eager(program, device, DRAW)
+    except Exception as error:
+        return Result("discarded", f"eager mode raises {one_line(error)}")
+    reason = _ill_conditioned(program, exact, own)
+    if reason:
+        return Result("discarded", reason)
+    options = {"deterministic": True} if deterministic else None
+    try:
+        runs = _compiled(program, device, mode, False, [DRAW] * (2 if deterministic else 1), options)
+    except Exception as error:
+        return crash(program, mode, device, error)
+    if deterministic:
+        for (name, x), (_, y) in zip(runs[0].tensors(), runs[1].tensors(), strict=True):
+            if (x is None) != (y is None) or (x is not None and not torch.equal(x, y)):
+                return Result("wrong", f"{name} differs between two deterministic runs")
+    found = _differences(program, runs[0], exact, own)
+    bad = [d for d in found if not d[1] <= d[2]]
+    if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] for d in bad) < 0.2:
+        with contextlib.suppress(Exception):
+            bad = [d for d in _average(program, device, mode, False, options) if not d[1] <= d[2]]
+    if not bad:
+        return Result("ok")
+    return _blame(program, mode, device, bad, exact, own)
+
+
+def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
+    """A program that raises: whether stock raises too. Stock does not train flex_attention on a CPU, so that says nothing."""
+    reason = one_line(error)
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException) and not isinstance(
+        error, torch._dynamo.exc.BackendCompilerFailed
+    ):
+        # Dynamo itself refuses, before there is a graph for any backend.
+        return Result("stock_crashes_too", reason)
+    if device == "cpu" and program.family in ("score_mods", "scans"):
+        return Result("crash", reason)
+    try:
+        _compiled(program, device, mode, True, [DRAW])
+    except Exception as stock_error:
+        return Result("stock_crashes_too", f"{reason} (stock: {one_line(stock_error)})"[:300])
+    return Result("crash", reason)
+
+
+def _blame(program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], exact: Run, own: Run) -> Result:
+    """A wrong result: stock's is judged the same way."""
+    reason = _report(bad)
+    if device == "cpu" and program.family in ("score_mods", "scans"):
+        return Result("wrong", reason)
+    try:
+        (run,) = _compiled(program, device, mode, True, [DRAW])
+        theirs = {name: error for name, error, _ in _differences(program, run, exact, own)}
+    except Exception as error:
+        return Result("wrong", f"{reason} (stock raises {one_line(error)})"[:300])
+    if all(theirs.get(name, 0.0) > 0.5 * error for name, error, _ in bad):
+        return Result("stock_too", reason)
+    return Result("wrong", reason)

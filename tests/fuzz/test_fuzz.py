@@ -1,0 +1,152 @@
+"""300 random programs on fresh seeds, and tests of the fuzzer itself. ``GRADFUSE_FUZZ_SEED`` repeats a run."""
+
+import dataclasses
+import os
+import secrets
+from unittest import mock
+
+import pytest
+import torch
+
+from inductor_ext import backend
+
+from .judge import judge
+from .program import Program
+from .runner import FAMILIES, Settings, generate, run
+
+#: Programs a family: 300 in all, within two minutes on two cores.
+PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
+
+
+def test_fresh_programs():
+    first = int(os.environ.get("GRADFUSE_FUZZ_SEED") or secrets.randbelow(10**9))
+    # The slow families first, so that the workers end together.
+    jobs = [(family, first + i) for family in PROGRAMS for i in range(PROGRAMS[family])]
+    summary = run(jobs, Settings(device="cpu", mode="graphs"), workers=2)
+    assert len(summary.outcomes) == len(jobs)
+    discarded = [o for o in summary.outcomes if o.outcome == "discarded"]
+    assert len(discarded) < 0.2 * len(jobs), discarded
+    failures = summary.failures()
+    listed = "\n".join(f"{o.family}:{o.seed} {o.outcome}: {o.reason}" for o in failures)
+    sources = "\n\n".join(generate(o.family, o.seed).show() for o in failures[:10])
+    assert not failures, f"GRADFUSE_FUZZ_SEED={first}: {len(failures)} of {len(jobs)} programs fail\n{listed}\n\n{sources}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_is_one_program(family):
+    for seed in range(20):
+        program = generate(family, seed)
+        assert program == generate(family, seed)
+        compile(program.show(), "program", "exec")
+
+
+_GATHER = """import torch
+
+
+def make(g, device):
+    key = torch.randperm(12, generator=g).to(device)
+    x = torch.randn([12, 4], generator=g).to(device, torch.{dtype}).requires_grad_()
+    return [key, x]
+
+
+def program(key, x):
+    return x.new_zeros([12, 4]).index_add(0, key.argsort() // 2, x * 2)
+"""
+
+_ATTENTION = """import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+
+def make(g, device):
+    query, key, value = (torch.randn([1, 2, 16, 16], generator=g).to(device).requires_grad_() for _ in range(3))
+    t = torch.randn([2, 31], generator=g).to(device).requires_grad_()
+    return [query, key, value, t]
+
+
+def program(query, key, value, t):
+    return flex_attention(query, key, value, score_mod=lambda s, b, h, q, k: s + t[h, q - k + 15])
+"""
+
+_CASTS = """import torch
+
+
+def make(g, device):
+    return [torch.randn([4, 6], generator=g).to(device)]
+
+
+def program(x):
+    y = x.bfloat16().t()
+    x.add_(1)
+    return y.float(), y
+"""
+
+_SCAN = """import torch
+from torch._higher_order_ops.associative_scan import associative_scan
+
+
+def make(g, device):
+    return [torch.randn([9, 3], generator=g).to(device).requires_grad_()]
+
+
+def program(x):
+    return associative_scan(lambda left, right: left + right, x, 0, combine_mode="pointwise")
+"""
+
+KNOWN = {
+    "indices": Program("indices", -1, _GATHER.replace("{dtype}", "float32")),
+    "half": Program("indices", -2, _GATHER.replace("{dtype}", "bfloat16"), "bfloat16"),
+    "score_mods": Program("score_mods", -3, _ATTENTION),
+    "casts": Program("casts", -4, _CASTS, exact=True, strides=True),
+    "scans": Program("scans", -5, _SCAN),
+}
+
+
+def _spoilt(scale):
+    """Everything that is compiled returns its outputs scaled."""
+
+    def compile_fx(gm, example_inputs, **kwargs):
+        compiled = original(gm, example_inputs, **kwargs)
+
+        def run(*arguments):
+            return torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda x: x * scale if x.is_floating_point() else x, compiled(*arguments)
+            )
+
+        return run
+
+    original = backend.compat.compile_fx
+    return mock.patch.object(backend.compat, "compile_fx", compile_fx)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_right_result_passes(name):
+    result = judge(KNOWN[name])
+    assert result.outcome == "ok", result
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_planted_wrong_result_is_found(name):
+    half = name == "half"
+    with _spoilt(1.05 if half else 1.001):
+        result = judge(KNOWN[name])
+    assert result.outcome == "wrong", result
+
+
+def test_a_crash_is_found():
+    def broken(*args, **kwargs):
+        raise ValueError("planted")
+
+    with mock.patch.object(backend.joint_graph, "rewrite", broken):
+        result = judge(KNOWN["indices"])
+    assert result.outcome == "crash" and "planted" in result.reason
+
+
+def test_an_invalid_program_is_discarded():
+    source = KNOWN["indices"].source.replace("index_add(0,", "index_add(2,")
+    assert judge(dataclasses.replace(KNOWN["indices"], source=source)).outcome == "discarded"
+
+
+def test_a_hung_program_is_a_crash():
+    # The first attention of a process takes longer than a second.
+    summary = run([("score_mods", 0), ("indices", 0)], Settings(timeout=1), workers=1)
+    assert summary.outcomes[-1].outcome == "crash" and "no end" in summary.outcomes[-1].reason
