@@ -150,6 +150,7 @@ def gradfuse(
 
 gradfuse.reset = compat.reset_cudagraphs
 compat.register("gradfuse", gradfuse)
+compat.check_options_at_once(gradfuse, split)
 compat.relax_front_end_checks(gradfuse)
 compat.relax_captured_scans(gradfuse)
 compat.register_decomposition(torch.ops.gradfuse.mlstm.default, mlstm_op.decomposed)

@@ -19,7 +19,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.decomposition as _decomposition
 import torch.nn.attention.flex_attention as _flex_module
-from torch._dynamo import lookup_backend, register_backend
+from torch._dynamo import eval_frame, lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.associative_scan import associative_scan_op
@@ -129,6 +129,22 @@ def _unwrapped(compiler_fn: Any) -> Any:
     for attribute in _WRAPPED:
         inner = getattr(compiler_fn, attribute, None) if inner is None else inner
     return compiler_fn if inner is None else inner
+
+
+def check_options_at_once(backend: Callable[..., Any], check: Callable[[dict[str, Any] | None], Any]) -> None:
+    """Have ``torch.compile`` itself call ``check(options)`` for ``backend``, as it checks Inductor's options itself."""
+    get_compiler_fn = eval_frame.get_compiler_fn
+    if getattr(get_compiler_fn, "_gradfuse", False):
+        return
+
+    @functools.wraps(get_compiler_fn)
+    def checked(compiler_fn: Any) -> Any:
+        if getattr(compiler_fn, "compiler_fn", None) is backend:
+            check(getattr(compiler_fn, "kwargs", {}).get("options"))
+        return get_compiler_fn(compiler_fn)
+
+    checked._gradfuse = True
+    eval_frame.get_compiler_fn = checked
 
 
 def relax_front_end_checks(backend: Callable[..., Any]) -> None:

@@ -20,7 +20,9 @@ _RANDOM = re.compile(r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|n
 def changes_in_place(node: Node) -> bool:
     """Whether a node of Dynamo's graph writes to one of its operands, as far as its name tells."""
     name = called(node)
-    written_to = name.endswith("_") and not name.endswith("__")
+    # ``operator`` has names like ``and_``, which only keep clear of Python's keywords.
+    keyword = getattr(node.target, "__module__", "") == "_operator"
+    written_to = name.endswith("_") and not name.endswith("__") and not keyword
     named = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
     return written_to or name in _IN_PLACE_OPERATORS or named
 

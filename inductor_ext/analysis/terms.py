@@ -37,7 +37,6 @@ _ALIASES = {
     "greater": "gt",
     "less": "lt",
 }
-_IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow"))}
 
 
 def op(node: Any) -> str:
@@ -74,14 +73,6 @@ def number(x: Any) -> float | None:
 def reads_shape(node: Node) -> bool:
     """Whether a node reads only the shape of its operand."""
     return op(node) in ("size", ".shape", "sym_size", "dim")
-
-
-def changes_in_place(node: Node) -> bool:
-    """Whether a node writes to one of its operands, as far as its name tells."""
-    name = op(node)
-    written = name.endswith("_") and not name.endswith("__")
-    named = node.kwargs.get("inplace") is True or "out" in node.kwargs
-    return written or name in _IN_PLACE_OPERATORS or named
 
 
 def binary(node: Any, name: str) -> bool:

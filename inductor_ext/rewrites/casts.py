@@ -75,17 +75,19 @@ class _RoundTrips:
             # The cast is the value before the tensor is written to.
             return
         with self.build.before(cast):
-            result = self.build.convert(result, target)
-            if returned and value_of(result).stride() != expected.stride():
-                if not expected.is_contiguous():
-                    return
-                result = self.build.call(aten.clone.default, result, memory_format=torch.contiguous_format)
+            result = copy = self.build.convert(result, target)
+            moved_in_memory = value_of(result).stride() != expected.stride()
+            if returned and moved_in_memory and not expected.is_contiguous():
+                return
+            if returned:
+                # A cast that is returned makes a tensor; what takes its place must not be one that somebody else holds.
+                layout = {"memory_format": torch.contiguous_format} if moved_in_memory else {}
+                copy = self.build.call(aten.clone.default, result, **layout)
         record(NAME, " -> ".join(kinds), "removed", f"{_bytes(operand)} bytes not written", user_line(cast))
-        cast.replace_all_uses_with(result)
-        self.build.graph.erase_node(cast)
+        self.build.replace(cast, copy)
         self._erase_unused(operand)
-        if returned:
-            self._own_memory(result)
+        if returned and not moved_in_memory and _held_once(result):
+            self.build.replace(copy, result)
         if cast_of(result) is not None:
             self.shorten(result)
 
@@ -96,20 +98,6 @@ class _RoundTrips:
             if current.op == "call_function" and not current.users and not current.is_impure():
                 pending.update(current.all_input_nodes)
                 self.build.graph.erase_node(current)
-
-    def _own_memory(self, result: Node) -> None:
-        """A cast that is returned makes a tensor; what takes its place must not be one that somebody else holds."""
-        owner, shared = result, False
-        while (inner := viewed(owner)) is not None:
-            owner = inner
-            shared = shared or len(owner.users) > 1
-        if owner.op == "call_function" and not shared and (owner is not result or len(owner.users) == 1):
-            return
-        users = list(result.users)
-        with self.build.before(result.next, like=result):
-            copy = self.build.call(aten.clone.default, result)
-        for user in users:
-            user.replace_input_with(result, copy)
 
     def _source(self, node: Node) -> torch.dtype | None:
         """The dtype that the values of ``node`` had before the last cast to a type that holds it."""
@@ -190,6 +178,24 @@ def _reaches_output(node: Node) -> bool:
     return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
 
 
+def _held_once(node: Node) -> bool:
+    """Whether the memory of a node is made in this graph, and no other node than its one user gets at it."""
+    while len(node.users) == 1 and _times_used(node) == 1 and node.op == "call_function":
+        inner = viewed(node)
+        if inner is None:
+            return True
+        node = inner
+    return False
+
+
+def _times_used(node: Node) -> int:
+    """How often a node is an operand; the output may return it several times."""
+    used: list[Node] = []
+    for user in node.users:
+        torch.fx.node.map_arg((user.args, user.kwargs), used.append)
+    return used.count(node)
+
+
 def _bytes(node: Node) -> str:
     sizes = [size_hint(n) for n in value_of(node).shape]
     if None in sizes:
@@ -209,16 +215,14 @@ def _cast_fewer(build: Builder, cast: Node) -> None:
         with build.before(cast):
             inner = build.convert(source.args[0], target)
             result = build.call(source.target, inner, *source.args[1:], **source.kwargs)
-        cast.replace_all_uses_with(result)
-        build.graph.erase_node(cast)
+        build.replace(cast, result)
         _cast_fewer(build, inner)
     elif cast.users and all(user.target in PARTS for user in cast.users):
         for user in list(cast.users):
             with build.before(user):
                 part = build.call(user.target, source, *user.args[1:], **user.kwargs)
                 result = build.convert(part, target)
-            user.replace_all_uses_with(result)
-            build.graph.erase_node(user)
+            build.replace(user, result)
             _cast_fewer(build, result)
         build.graph.erase_node(cast)
 
@@ -242,8 +246,7 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
         with build.before(cast, like=link):
             result = build.call(link.target, result, *link.args[1:], **link.kwargs)
     record(NAME, str(source.target), "fp32 output", f"{_bytes(cast)} bytes not cast", user_line(cast))
-    cast.replace_all_uses_with(result)
-    build.graph.erase_node(cast)
+    build.replace(cast, result)
 
 
 def _leaves(node: Node, backward: set[Node]) -> bool:

@@ -268,6 +268,7 @@ class DenseAttention:
 
 def _accumulate(table: Tensor, place: list[Tensor], addend: Tensor) -> Tensor:
     """``table[place] += addend`` for index tensors [B, H, Q, K], any of these dims 1 where already summed."""
+    addend = addend.to(table.dtype)
     if addend.numel() != 1:
         # Not index_put(table, ...): Inductor would do that in place, hand the loop its own input back, and then reuse that
         # buffer as if it were dead.

@@ -183,6 +183,7 @@ def _turn(build: Builder, region: _Region) -> None:
                 outside = [user for user in node.users if user not in region.nodes]
                 for user in outside:
                     user.replace_input_with(node, result)
+                build.refresh_views(result)
     for node in reversed(region.nodes):
         build.graph.erase_node(node)
 

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..analysis.permutations import argsorted
+from ..analysis.purity import viewed
 from ..compat import detect_fake_mode, statically_known_true
 
 aten = torch.ops.aten
@@ -86,7 +87,14 @@ class Builder:
     def size(self, node: Node, dim: int) -> Any:
         """The size of a dim as an argument of a new node: an int, or a node."""
         size = value_of(node).shape[dim]
-        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
+        if isinstance(size, int):
+            return size
+        found = self.call(aten.sym_size.int, node, dim)
+        if isinstance(found.meta["val"], int):
+            # A guard has made it a constant since.
+            self.graph.erase_node(found)
+            return found.meta["val"]
+        return found
 
     def sizes(self, node: Node, dims: Sequence[int]) -> list[Any]:
         """The sizes of several dims."""
@@ -113,6 +121,23 @@ class Builder:
     def full(self, sizes: Sequence[Any], fill: Any, dtype: torch.dtype, device: torch.device) -> Node:
         """A tensor of one value."""
         return self.call(aten.full.default, list(sizes), fill, dtype=dtype, device=device)
+
+    def replace(self, node: Node, result: Node) -> None:
+        """Put ``result`` in the place of ``node``, which is erased."""
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+        self.refresh_views(result)
+
+    def refresh_views(self, node: Node) -> None:
+        """Give the views of a node, whose operand has changed, fake values that share its memory.
+
+        By these stock's passes tell what may be returned: a stale one hides that an output would be an input.
+        """
+        for user in node.users:
+            if viewed(user) is node:
+                args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+                user.meta["val"] = user.target(*args, **kwargs)
+                self.refresh_views(user)
 
     def inverse(self, permutation: Node) -> Node:
         """The inverse [N] of a permutation: found in the graph, or made right after it and shared."""

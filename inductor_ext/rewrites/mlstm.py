@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..analysis.mlstm_pattern import Cell, NotMLSTM, find
-from ..analysis.terms import arg, changes_in_place, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
+from ..analysis.purity import changes_in_place
+from ..analysis.terms import arg, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
 from ..ops.mlstm import mlstm_op
 from ..options import Options
 from ..report import leave_to_stock, record, user_line

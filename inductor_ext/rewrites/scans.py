@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ..analysis.terms import changes_in_place, op
+from ..analysis.purity import changes_in_place
+from ..analysis.terms import op
 from ..compat import associative_scan_hop
 from ..ops.scan import scan
 from ..options import Options

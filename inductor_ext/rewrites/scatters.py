@@ -297,8 +297,7 @@ class _Rewriter:
         result = self.build.convert(total, value_of(node).dtype)
         if result is not total:
             self.rounded[result] = total
-        node.replace_all_uses_with(result)
-        self.graph.erase_node(node)
+        self.build.replace(node, result)
 
 
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
