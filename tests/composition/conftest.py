@@ -1,0 +1,45 @@
+"""Where a test of this folder runs: ``device`` is the CPU with the rewritten graphs run op by op, or a GPU."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex_module
+
+from tests.eager_graphs import eager_graphs
+
+DEVICES = ["graphs", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "graphs":
+        with eager_graphs():
+            yield "cpu"
+    else:
+        yield request.param
+
+
+@pytest.fixture
+def stock(record_property):
+    """Run something under ``backend="aot_eager"``, which is stock up to code generation, and return its exception or None.
+
+    flex_attention's refusal to train on the CPU is lifted meanwhile, so that only what we want to know about can fail.
+    Where it fails, the test's record says that stock fails too.
+    """
+
+    def run(function):
+        torch._dynamo.reset()
+        lifted = mock.patch.object(flex_module, "_validate_device", lambda *_: None)
+        with lifted if not torch.cuda.is_available() else contextlib.nullcontext():
+            try:
+                function("aot_eager")
+            except Exception as error:
+                record_property("stock", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+                return error
+            finally:
+                torch._dynamo.reset()
+        return None
+
+    return run
