@@ -15,10 +15,24 @@ DEVICES = ["graphs", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def device(request):
     if request.param == "graphs":
-        with eager_graphs():
+        with eager_graphs() as graphs:
             yield "cpu"
+        assert not left_to_stock(graphs), "a flex_attention that trains was left to stock, whose C++ has no backward"
     else:
         yield request.param
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
+def generated(request):
+    """A device whose code is generated; on the CPU that is C++, slow to build."""
+    return request.param
+
+
+def left_to_stock(graphs):
+    """Whether the backward of a flex_attention is still one op in a graph, or in the body of one of its ops."""
+    backward = torch.ops.higher_order.flex_attention_backward
+    modules = [m for g in graphs for m in g.modules() if isinstance(m, torch.fx.GraphModule)]
+    return any(m.graph.find_nodes(op="call_function", target=backward) for m in modules)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -21,6 +22,7 @@ EXPERTS, TOPK, BUCKETS = 4, 2, 8
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
 #: How much worse than the same model in eager half precision, every operation rounded, gradfuse may be.
 SLACK = 1.2
+FEW = 2e-2
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -155,9 +157,7 @@ def data(seed: int = 0, batch: int = BATCH, length: int = LENGTH) -> tuple[Tenso
 
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers add."""
-    for prefix in ("_orig_mod.", "module.", "_checkpoint_wrapped_module."):
-        name = name.replace(prefix, "")
-    return name
+    return re.sub(r"\b(_orig_mod|module|_checkpoint_wrapped_module)\.", "", name)
 
 
 def full(x: Tensor) -> Tensor:
@@ -200,10 +200,16 @@ def check_gradients(
     tolerance: float = TOLERANCE[torch.float32],
     eager: dict[str, Tensor] | None = None,
 ) -> None:
-    """Every gradient is there and right, to ``tolerance`` or to SLACK times the error of ``eager``."""
+    """Every gradient is there and right, to ``tolerance`` or to SLACK times the error of ``eager``.
+
+    The error of a gradient of a few elements in half precision is a draw of a few roundings: those are held to FEW.
+    """
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     errors = {name: relative_error(got[name], want[name]) for name in want}
-    allowed = {n: max(tolerance, SLACK * relative_error(eager[n], want[n]) if eager else 0.0) for n in want}
+    allowed = dict.fromkeys(want, tolerance)
+    for name in eager or ():
+        few = FEW if want[name].numel() <= 64 else 0.0
+        allowed[name] = max(tolerance, few, SLACK * relative_error(eager[name], want[name]))
     wrong = {n: (errors[n], allowed[n]) for n in want if not errors[n] <= allowed[n]}
     assert not wrong, wrong
 
@@ -211,7 +217,7 @@ def check_gradients(
 def check_step(model: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor, tolerance: float | None = None) -> None:
     """One step of ``compiled``, which shares its parameters with ``model``, against the reference of ``model``."""
     dtype = next(model.parameters()).dtype
-    tolerance = TOLERANCE.get(dtype, 1e-3) if tolerance is None else tolerance
+    tolerance = TOLERANCE.get(dtype, 1e-3) if tolerance is None else tolerance  # half precision: see check_gradients
     want_loss, want = reference(model, *inputs)
     eager = None if dtype in TOLERANCE else reference(model, *inputs, dtype=dtype)[1]
     model.zero_grad()

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from .model import BATCH, LENGTH, TOPK, TOLERANCE, WIDTH, Attention, dense_copy, plain_name, relative_error
 
+__all__ = ["flex_attention"]
 ROOT = Path(__file__).parents[2]
 
 
