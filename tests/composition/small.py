@@ -67,6 +67,11 @@ def exact(layer: nn.Module, x: Tensor, order: Tensor, grad: Tensor) -> dict[str,
     return step(reference, reference, x.detach().double().requires_grad_(), order, grad.double())
 
 
+def forward(layer: nn.Module, x: Tensor, order: Tensor) -> Tensor:
+    """The output alone by the formula in float64."""
+    return dense_copy(layer, torch.float64)(x.detach().double(), order)
+
+
 def gradient(x: Tensor) -> Tensor:
     """What flows in from above: the same for the same shape."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x)

@@ -128,5 +128,6 @@ def test_marked_dynamic_and_bounded(device):
     for length in (40, 24):
         x, order = small.inputs(device, length=length)
         torch._dynamo.mark_dynamic(x, 1, min=8, max=40)
+        torch._dynamo.mark_dynamic(order, 0, min=small.TOPK * small.BATCH * 8, max=small.TOPK * small.BATCH * 40)
         small.check(layer, compiled, x, order)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,161 @@
+"""The ways torch.compile can be asked to compile: modes, CUDA graphs, cpp_wrapper, freezing, autocast, compiled autograd."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from torch._inductor import config
+
+from . import model as models
+from . import small
+
+MODES = ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains(device, mode):
+    """Three steps, so that CUDA graphs are recorded and replayed where the mode has them."""
+    layer = small.make(device=device)
+    function = torch.compile(layer, backend="gradfuse", mode=mode)
+    for seed in range(1 if device == "cpu" else 3):
+        torch.compiler.cudagraph_mark_step_begin()
+        small.check(layer, function, *small.inputs(device, seed=seed))
+
+
+@pytest.mark.gpu
+def test_replays_of_cuda_graphs_are_bitwise_equal_under_deterministic():
+    """Finding G5, here with one process: the same inputs give the same bits in every replay."""
+    model = models.make().cuda()
+    tokens = [x.cuda() for x in models.data()]
+    function = torch.compile(model, backend="gradfuse", mode="reduce-overhead", options=None)
+    with torch.random.fork_rng(devices=[0]):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            runs = []
+            for _ in range(6):
+                model.zero_grad()
+                torch.compiler.cudagraph_mark_step_begin()
+                function(*tokens).backward()
+                runs.append(models.gradients(model))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for later in runs[1:]:
+        assert all(torch.equal(later[name], g) for name, g in runs[0].items())
+    models.check_gradients(runs[-1], models.reference(model, *tokens)[1])
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_over_changing_lengths():
+    """A graph a length; going back to an earlier length replays that one."""
+    layer = small.make(device="cuda")
+    function = torch.compile(layer, backend="gradfuse", mode="reduce-overhead", dynamic=False)
+    for step, length in enumerate((40, 24, 40, 24, 40)):
+        torch.compiler.cudagraph_mark_step_begin()
+        small.check(layer, function, *small.inputs("cuda", length=length, seed=step))
+
+
+CPP_WRAPPER = {
+    "as configuration": (lambda: config.patch(cpp_wrapper=True), None),
+    "as an option": (contextlib.nullcontext, {"cpp_wrapper": True}),
+}
+
+
+@pytest.mark.parametrize("how", CPP_WRAPPER)
+def test_cpp_wrapper(generated, how, stock):
+    """Finding G3. Where stock's cpp_wrapper cannot train the layer with attention by the formula, ours may fail alike."""
+    patched, options = CPP_WRAPPER[how]
+    x, order = small.inputs(generated)
+    layer = small.make(device=generated)
+
+    def run(backend):
+        with patched():
+            small.check(layer, torch.compile(layer, backend=backend, options=options, fullgraph=True), x, order)
+
+    layer.attention.dense = True
+    error = stock(lambda _: run("inductor"))
+    layer.attention.dense = False
+    if error is None:
+        run("gradfuse")
+    else:
+        with pytest.raises((type(error), AssertionError)):
+            run("gradfuse")
+
+
+def test_freezing_without_gradients(generated):
+    """Inference with parameters folded into the graph; training in the same process afterwards is not affected."""
+    layer = small.make(device=generated)
+    x, order = small.inputs(generated)
+    want = small.exact(layer, x, order, small.gradient(x))["out"]
+    with torch.no_grad():
+        frozen = torch.compile(layer.eval(), backend="gradfuse", options={"freezing": True}, fullgraph=True)
+        small.check_same({"out": frozen(x, order)}, {"out": want})
+        small.check_same({"out": frozen(x, order)}, {"out": want})
+    torch._dynamo.reset()
+    trained = small.make(device=generated)
+    small.check(trained, torch.compile(trained, backend="gradfuse", fullgraph=True), *small.inputs(generated))
+
+
+def test_autocast(device):
+    """The attention runs in bf16, the parameters and their gradients stay fp32; eager autocast of the formula is the bound."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    grad = small.gradient(x)
+    want = small.exact(layer, x, order, grad)
+    emulated = models.dense_copy(layer, torch.float32)
+
+    def autocast(function):
+        def call(x, order):
+            with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+                return function(x, order)
+
+        return call
+
+    leaf = small.copied(x)
+    eager = small.step(autocast(emulated), emulated, leaf, order, grad)
+    got = small.step(torch.compile(autocast(layer), backend="gradfuse", fullgraph=True), layer, x, order, grad)
+    assert got["attention.bias"].dtype == torch.float32
+    models.check_gradients(got, want, tolerance=1e-3, eager=eager)
+
+
+@pytest.mark.parametrize("how", ["configuration", "context"])
+def test_compiled_autograd(device, how):
+    """The backward of the whole loss as one compiled graph, in which ours is inlined."""
+    model = models.make(("relative",)).to(device)
+    tokens = [x.to(device) for x in models.data()]
+    _, want = models.reference(model, *tokens)
+    if how == "configuration":
+
+        def train(tokens, targets):
+            loss = model(tokens, targets)
+            loss.backward()
+            return loss
+
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(train, backend="gradfuse")(*tokens)
+    else:
+        loss = torch.compile(model, backend="gradfuse")(*tokens)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="gradfuse")):
+            loss.backward()
+    models.check_gradients(models.gradients(model), want)
+
+
+def test_a_graph_break_in_a_score_mods_module(device):
+    """Two graphs around a break, each with an attention."""
+    model = models.make(("relative", "bucket")).to(device)
+    tokens = [x.to(device) for x in models.data()]
+    forward = model.blocks[1].forward
+
+    def broken(x, tokens):
+        torch._dynamo.graph_break()
+        return forward(x, tokens)
+
+    _, want = models.reference(model, *tokens)
+    model.blocks[1].forward = broken
+    torch.compile(model, backend="gradfuse")(*tokens).backward()
+    models.check_gradients(models.gradients(model), want)
+
+
+def test_versions_are_supported():
+    """The releases these tests are for."""
+    assert (2, 11) <= tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= (2, 15)
