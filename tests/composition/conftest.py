@@ -35,25 +35,34 @@ def left_to_stock(graphs):
     return any(m.graph.find_nodes(op="call_function", target=backward) for m in modules)
 
 
-@pytest.fixture
-def stock(record_property):
-    """Run something under ``backend="aot_eager"``, which is stock up to code generation, and return its exception or None.
+def stock_error(run):
+    """The exception of ``run("aot_eager")``, which is stock up to code generation, or None.
 
     flex_attention's refusal to train on the CPU is lifted meanwhile, so that only what we want to know about can fail.
-    Where it fails, the test's record says that stock fails too.
     """
+    torch._dynamo.reset()
+    lifted = mock.patch.object(flex_module, "_validate_device", lambda *_: None)
+    with lifted if not torch.cuda.is_available() else contextlib.nullcontext():
+        try:
+            run("aot_eager")
+        except Exception as error:
+            return error
+        finally:
+            torch._dynamo.reset()
+    return None
 
-    def run(function):
-        torch._dynamo.reset()
-        lifted = mock.patch.object(flex_module, "_validate_device", lambda *_: None)
-        with lifted if not torch.cuda.is_available() else contextlib.nullcontext():
-            try:
-                function("aot_eager")
-            except Exception as error:
-                record_property("stock", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
-                return error
-            finally:
-                torch._dynamo.reset()
-        return None
 
-    return run
+@pytest.fixture
+def alike(record_property):
+    """Call ``run("gradfuse")``, which may fail only where ``run`` of stock fails too; the test's record then says so."""
+
+    def check(run, stocks=stock_error):
+        try:
+            run("gradfuse")
+        except Exception:
+            error = stocks(run)
+            if error is None:
+                raise
+            record_property("stock", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+
+    return check

@@ -75,9 +75,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]."""
-        q, k, v = (
-            f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.query, self.key, self.value))
         y = self.attend(q, k, v, self.score_mod(self.bias, self.temperature))
         return self.out(y.transpose(1, 2).flatten(2))
 

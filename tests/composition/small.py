@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 
-from .model import BATCH, LENGTH, TOPK, TOLERANCE, WIDTH, Attention, dense_copy, plain_name, relative_error
+from .model import BATCH, LENGTH, TOLERANCE, TOPK, WIDTH, Attention, dense_copy, plain_name, relative_error
 
-__all__ = ["flex_attention"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -101,8 +100,6 @@ def copied(x: Tensor) -> Tensor:
 
 def run_script(source: str, *arguments: str, seconds: float, environment: dict[str, str] | None = None) -> str:
     """What a Python process prints; it has ``seconds`` to end well."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", source, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},

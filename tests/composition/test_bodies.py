@@ -1,7 +1,7 @@
 """Attention and routed gathers in the bodies of other ops: regions, autograd.Function, cond, loops.
 
-Finding C5 of the same kind: every graph is visited, the bodies of higher-order ops too. What stock cannot do up to code
-generation (``backend="aot_eager"``) is asserted to fail alike.
+Of the same kind as finding C5: every graph is visited, the bodies of higher-order ops too. Where ours fails, ``alike``
+asserts that stock fails too, up to code generation (``backend="aot_eager"``).
 """
 
 import pytest
@@ -9,22 +9,13 @@ import torch
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
 
 from . import small
-from .model import dense_copy
+from .model import TOPK, dense_copy
 
 
-def alike(stock, run):
-    """``run`` of our backend does what it does under stock: succeed, or raise."""
-    error = stock(run)
-    if error is None:
-        run("gradfuse")
-    else:
-        with pytest.raises(Exception):  # noqa: B017  (stock fails too; its type differs between releases)
-            run("gradfuse")
-
-
-def test_nested_compile_region(device, stock):
+def test_nested_compile_region(device, alike):
     layer = small.make(device=device)
     x, order = small.inputs(device)
 
@@ -43,7 +34,7 @@ def test_nested_compile_region(device, stock):
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         small.check_same(small.step(compiled, layer, x, order, grad), want)
 
-    alike(stock, run)
+    alike(run)
 
 
 class RoutedByHand(torch.autograd.Function):
@@ -57,7 +48,7 @@ class RoutedByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         rows, order, gain = ctx.saved_tensors
-        source = order // small.TOPK
+        source = order // TOPK
         slope = grad[source] * (1 - torch.tanh(rows[source] * gain) ** 2)
         return torch.zeros_like(rows).index_add(0, source, slope * gain), None, (slope * rows[source]).sum(0)
 
@@ -97,7 +88,7 @@ def _distance(x):
 
 def _attend(x, bias):
     length = x.shape[2]
-    return small.flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q - k + length])
+    return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q - k + length])
 
 
 def _dense(x, bias):
@@ -120,15 +111,15 @@ def check_attention(function, device, dense=_dense):
     small.check_same(dict(zip(names, (out, *got), strict=True)), dict(zip(names, (want, *expected), strict=True)))
 
 
-def test_attention_in_an_autograd_function(device, stock):
+def test_attention_in_an_autograd_function(device, alike):
     def run(backend):
         check_attention(torch.compile(lambda x, bias: Halved.apply(x, bias), backend=backend, fullgraph=True), device)
 
-    alike(stock, run)
+    alike(run)
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_attention_in_a_branch_of_cond(device, stock, taken):
+def test_attention_in_a_branch_of_cond(device, alike, taken):
     def run(backend):
         def function(x, bias):
             return torch.cond(chosen, lambda x, bias: _attend(x, bias), lambda x, bias: x * bias[0, 0], (x, bias))
@@ -137,10 +128,10 @@ def test_attention_in_a_branch_of_cond(device, stock, taken):
         dense = _dense if taken else lambda x, bias: x * bias[0, 0]
         check_attention(torch.compile(function, backend=backend, fullgraph=True), device, dense)
 
-    alike(stock, run)
+    alike(run)
 
 
-def test_gathers_in_a_branch_of_cond(device, stock):
+def test_gathers_in_a_branch_of_cond(device, alike):
     layer = small.make(device=device)
 
     def run(backend):
@@ -151,10 +142,10 @@ def test_gathers_in_a_branch_of_cond(device, stock):
 
         small.check(layer, torch.compile(function, backend=backend, fullgraph=True), *small.inputs(device))
 
-    alike(stock, run)
+    alike(run)
 
 
-def test_attention_in_a_while_loop_without_gradients(device, stock):
+def test_attention_in_a_while_loop_without_gradients(device, alike):
     def run(backend):
         def function(x, bias):
             start = torch.zeros((), dtype=torch.int64, device=device)
@@ -168,10 +159,10 @@ def test_attention_in_a_while_loop_without_gradients(device, stock):
                 want = _dense(want, exact)
         small.check_same({"out": got}, {"out": want})
 
-    alike(stock, run)
+    alike(run)
 
 
-def test_attention_in_map(device, stock):
+def test_attention_in_map(device, alike):
     """One attention a leading index."""
 
     def run(backend):
@@ -180,12 +171,12 @@ def test_attention_in_map(device, stock):
 
         check_attention(torch.compile(function, backend=backend, fullgraph=True), device)
 
-    alike(stock, run)
+    alike(run)
 
 
-def test_gathers_in_a_scan(device, stock):
+def test_gathers_in_a_scan(device, alike):
     """A recurrence over a sequence whose step routes its rows."""
-    order = torch.randperm(small.TOPK * 12, generator=torch.Generator().manual_seed(0)).to(device)
+    order = torch.randperm(TOPK * 12, generator=torch.Generator().manual_seed(0)).to(device)
 
     def recurrence(x, gain, loop):
         def combine(carry, row):
@@ -212,4 +203,4 @@ def test_gathers_in_a_scan(device, stock):
         got, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, exact, grad.double())
         small.check_same(dict(zip("oxg", (out, *got), strict=True)), dict(zip("oxg", (want, *expected), strict=True)))
 
-    alike(stock, run)
+    alike(run)

@@ -27,7 +27,10 @@ def selective(function, *args):
 
 @pytest.mark.parametrize("how", [plain, selective], ids=["plain", "selective"])
 def test_inside_the_compiled_region(device, how):
-    """Finding C5: the body of the checkpoint is a graph of its own, which no rewrite saw. Now the same is done as without."""
+    """Finding C5: the body of the checkpoint is a graph of its own, which no rewrite saw. The same is to be done as without.
+
+    But for the forward: where nothing of it is saved, it is an inference.
+    """
     layer = small.make(device=device)
 
     def function(x, order):
@@ -38,7 +41,7 @@ def test_inside_the_compiled_region(device, how):
         torch._dynamo.reset()
         with collect() as report:
             small.check(layer, torch.compile(f, backend="gradfuse", fullgraph=True), *small.inputs(device))
-        decisions.append({(d.pass_name, d.op, d.path) for d in report.decisions})
+        decisions.append({(d.pass_name, d.op) for d in report.decisions if d.pass_name != "dense_attention"})
     assert decisions[0] <= decisions[1], decisions[0] - decisions[1]
 
 
@@ -83,9 +86,8 @@ def test_random_numbers_are_drawn_again_alike(generated):
 
     Inductor's random numbers come from a seed that only generated code reads.
     """
-    device = generated
-    layer = small.make(device=device)
-    x, order = small.inputs(device)
+    layer = small.make(device=generated)
+    x, _ = small.inputs(generated)
 
     def body(x):
         return torch.nn.functional.dropout(x + layer.attention(x), 0.5)

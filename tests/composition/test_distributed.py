@@ -18,10 +18,11 @@ import torch
 from .scenarios import SCENARIOS
 from .small import ROOT
 
-#: Scenarios in which stock fails too (``backend="aot_eager"``, flex_attention's CPU refusal lifted): why.
+#: Scenarios in which stock fails too (``backend="aot_eager"``, flex_attention's CPU refusal lifted), and why.
 STOCK_FAILS: dict[str, str] = {}
-#: On the CPU these build C++.
+#: These build C++ on the CPU, or are more of what others cover.
 SLOW = [name for name, function in SCENARIOS.items() if getattr(function, "generated", False)]
+SLOW += ["tp_bucket_bias_sharded_by_head", "cp_pair_bias", "ddp_fp16_hook", "fsdp_per_block_compiled_whole"]
 WORLDS = [
     pytest.param(("cpu", 2), id="cpu-2"),
     *(
@@ -67,7 +68,11 @@ def run_session(device: str, world: int, names: list[str], folder: Path) -> None
 def session(request, tmp_path_factory):
     """The device, the number of ranks and the folder with the results of the selected scenarios."""
     device, world = request.param
-    mine = [i for i in request.session.items if getattr(i, "callspec", None) and i.callspec.params.get("session") == request.param]
+    mine = [
+        i
+        for i in request.session.items
+        if getattr(i, "callspec", None) and i.callspec.params.get("session") == request.param
+    ]
     names = list(dict.fromkeys(item.callspec.params["name"] for item in mine if "name" in item.callspec.params))
     folder = tmp_path_factory.mktemp(f"{device}-{world}")
     run_session(device, world, names, folder)

@@ -58,6 +58,48 @@ def test_threads_that_compile_at_once(device, what):
     assert "done" in small.run_script(THREADS, device, what, seconds=150)
 
 
+CALLS = textwrap.dedent(
+    """
+    import threading, time
+    import torch, inductor_ext
+    from tests.composition import small
+    from tests.eager_graphs import eager_graphs
+
+    other = torch.compile(lambda x: x.sin(), backend="eager")
+    other(torch.ones(3))
+    errors, calls, stop = set(), 0, threading.Event()
+
+    def call():
+        global calls
+        while not stop.is_set():
+            try:
+                other(torch.ones(3))
+                calls += 1
+            except Exception as error:
+                errors.add(repr(error))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=call)
+    with eager_graphs():
+        thread.start()
+        layer = small.make()
+        small.check(layer, torch.compile(layer, backend="gradfuse"), *small.inputs())
+        stop.set()
+        thread.join()
+    assert calls > 10 and not errors, (calls, errors)
+    print("done")
+    """
+)
+
+
+def test_a_compiled_function_called_while_a_backward_compiles():
+    """What we trace when a backward compiles must not look, to other threads, like an FX trace around their own calls.
+
+    Stock (inductor and aot_eager) passes this.
+    """
+    assert "done" in small.run_script(CALLS, seconds=150)
+
+
 FORK = textwrap.dedent(
     """
     import os
