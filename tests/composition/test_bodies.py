@@ -118,7 +118,7 @@ def test_attention_in_an_autograd_function(device, alike):
     alike(run)
 
 
-@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("taken", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_in_a_branch_of_cond(device, alike, taken):
     def run(backend):
         def function(x, bias):

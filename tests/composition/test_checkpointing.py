@@ -25,7 +25,7 @@ def selective(function, *args):
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-@pytest.mark.parametrize("how", [plain, selective], ids=["plain", "selective"])
+@pytest.mark.parametrize("how", [plain, pytest.param(selective, marks=pytest.mark.slow)], ids=["plain", "selective"])
 def test_inside_the_compiled_region(device, how):
     """Finding C5: the body of the checkpoint is a graph of its own, which no rewrite saw. The same is to be done as without.
 

@@ -2,8 +2,15 @@
 
 import json
 import textwrap
+import threading
+from unittest import mock
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from inductor_ext import compat
 
 from . import small
 
@@ -51,53 +58,41 @@ THREADS = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("what", ["one model", "three models", pytest.param("beside stock", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_threads_that_compile_at_once(device, what):
-    """Finding G6: no end within 150 s."""
-    assert "done" in small.run_script(THREADS, device, what, seconds=150)
-
-
-CALLS = textwrap.dedent(
-    """
-    import threading, time
-    import torch, inductor_ext
-    from tests.composition import small
-    from tests.eager_graphs import eager_graphs
-
-    other = torch.compile(lambda x: x.sin(), backend="eager")
-    other(torch.ones(3))
-    errors, calls, stop = set(), 0, threading.Event()
-
-    def call():
-        global calls
-        while not stop.is_set():
-            try:
-                other(torch.ones(3))
-                calls += 1
-            except Exception as error:
-                errors.add(repr(error))
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=call)
-    with eager_graphs():
-        thread.start()
-        layer = small.make()
-        small.check(layer, torch.compile(layer, backend="gradfuse"), *small.inputs())
-        stop.set()
-        thread.join()
-    assert calls > 10 and not errors, (calls, errors)
-    print("done")
-    """
+@pytest.mark.parametrize(
+    "what", ["one model", *(pytest.param(w, marks=pytest.mark.slow) for w in ("three models", "beside stock"))]
 )
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_threads_that_compile_at_once(where, what):
+    """Finding G6: no end within 150 s."""
+    assert "done" in small.run_script(THREADS, where, what, seconds=150)
 
 
-def test_a_compiled_function_called_while_a_backward_compiles():
+def test_a_compiled_function_called_while_a_backward_compiles(device):
     """What we trace when a backward compiles must not look, to other threads, like an FX trace around their own calls.
 
     Stock (inductor and aot_eager) passes this.
     """
-    assert "done" in small.run_script(CALLS, seconds=150)
+    other = torch.compile(lambda x: x.sin(), backend="eager")
+    other(torch.ones(3))
+    errors, calls, stop = set(), [], threading.Event()
+
+    def call():
+        while not stop.wait(0.002):
+            try:
+                calls.append(other(torch.ones(3)))
+            except Exception as error:
+                errors.add(repr(error))
+
+    layer = small.make(device=device)
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        small.check(layer, torch.compile(layer, backend="gradfuse"), *small.inputs(device))
+    finally:
+        stop.set()
+        thread.join(timeout=60)
+    assert len(calls) > 10
+    assert not errors, errors
 
 
 FORK = textwrap.dedent(
@@ -191,31 +186,23 @@ def test_a_second_process_starts_warm(generated, tmp_path):
     assert changed["hit"] == changed["fx_hit"] == 0, changed
 
 
-def test_nothing_is_bypassed(tmp_path):
+class NoCodeError(Exception):
+    """Code generation is not what the next test looks at."""
+
+
+def test_nothing_is_bypassed():
     """The part of finding C9 that needs no code: AOTAutograd's cache takes the graph with a hoisted table."""
-    printed = small.run_script(BYPASS, seconds=150, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
-    assert json.loads(printed.strip().splitlines()[-1]) == {"bypass": 0}
-
-
-BYPASS = textwrap.dedent(
-    """
-    import json
-    from unittest import mock
-    import torch, inductor_ext
-    from inductor_ext import compat
-    from torch._dynamo.utils import counters
-    from torch._inductor.compile_fx import compile_fx_inner
-    from tests.composition import small
 
     def no_code(gm, inputs, **kwargs):
-        raise NotImplementedError("code generation is not what this looks at")
+        raise NoCodeError
 
     layer = small.make()
-    with mock.patch.object(compat, "compile_fx_inner", no_code):
-        try:
-            torch.compile(layer, backend="gradfuse", fullgraph=True)(*small.inputs())
-        except Exception as error:
-            assert "not what this looks at" in str(error), error
-    print(json.dumps({"bypass": counters["aot_autograd"]["autograd_cache_bypass"]}))
-    """
-)
+    counters.clear()
+    with (
+        fresh_cache(),
+        mock.patch.object(compat, "compile_fx_inner", no_code),
+        pytest.raises(Exception, match="NoCodeError"),
+    ):
+        torch.compile(layer, backend="gradfuse", fullgraph=True)(*small.inputs())
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 1

@@ -7,6 +7,7 @@ import torch
 
 from . import model as models
 from . import small
+from .conftest import stock_error
 
 
 def compiled(layer, **options):
@@ -47,15 +48,11 @@ def test_gradients_accumulate_over_steps(device):
 
 
 def test_retain_graph(device):
-    """Two backwards of one forward. By default Inductor's buffers are donated to the first, and stock refuses the second."""
+    """Two backwards of one forward. Inductor donates buffers to the first unless told otherwise; so does it for us."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     grad = small.gradient(x)
     want = {n: 2 * g for n, g in small.exact(layer, x, order, grad).items() if n not in ("out", "x")}
-    with pytest.raises(RuntimeError, match="donated_buffer=False"):
-        compiled(layer)(x, order).backward(grad, retain_graph=True)
-    torch._dynamo.reset()
-    layer.zero_grad()
     with torch._functorch.config.patch(donated_buffer=False):
         out = compiled(layer)(x, order)
         out.backward(grad, retain_graph=True)
@@ -135,21 +132,45 @@ def test_incoming_gradients_of_any_layout(device):
         small.check_same(small.step(function, layer, x, order, grad), small.exact(layer, x, order, grad))
 
 
-def test_frozen_then_unfrozen_parameters(device):
-    """Finding G2: after a step with frozen parameters the second layer's gradient was wrong on CUDA."""
-    model = models.make(("relative", "relative")).to(device)
-    tokens = [x.to(device) for x in models.data()]
-    function = compiled(model)
-    parameters = [p for block in model.blocks for p in (block.attention.temperature, block.attention.bias)]
-    for p in parameters:
-        p.requires_grad_(False)
-    function(*tokens).backward()
-    assert all(p.grad is None for p in parameters)
-    for p in parameters:
-        p.requires_grad_(True)
-    models.check_step(model, function, *tokens)
+def test_frozen_then_unfrozen_parameters(device, alike):
+    """Finding G2: after a step with frozen parameters their gradient was wrong on CUDA, with torch 2.11.
+
+    There stock Dynamo does not look at a parameter's ``requires_grad`` again while the module's dicts are unchanged, so no
+    backend gets to see the second step: eager code under it gives no gradient either.
+    """
+
+    def run(backend, dense=False):
+        model = models.make(("relative", "relative")).to(device)
+        tokens = [x.to(device) for x in models.data()]
+        for block in model.blocks:
+            block.attention.dense = dense
+        function = torch.compile(model, backend=backend, fullgraph=True)
+        parameters = [p for block in model.blocks for p in (block.attention.temperature, block.attention.bias)]
+        for p in parameters:
+            p.requires_grad_(False)
+        function(*tokens).backward()
+        assert all(p.grad is None for p in parameters)
+        for p in parameters:
+            p.requires_grad_(True)
+        models.check_step(model, function, *tokens)
+
+    alike(run, lambda _: stock_error(lambda backend: run(backend, dense=True)))
 
 
+def test_frozen_then_unfrozen_parameters_that_dynamo_guards(device):
+    """The same with the guard in force on every release: an error here is ours."""
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        layer = small.make(device=device)
+        parameters = [layer.attention.temperature, layer.attention.bias]
+        function = compiled(layer)
+        x, order = small.inputs(device)
+        for needed in (False, True):
+            for p in parameters:
+                p.requires_grad_(needed)
+            small.check(layer, function, x, order)
+
+
+@pytest.mark.slow
 def test_evaluation_between_training_steps(device):
     """no_grad and inference_mode calls compile their own graphs and leave training alone."""
     layer = small.make(device=device)
@@ -173,6 +194,7 @@ def test_second_derivatives_are_refused_not_wrong(device):
         torch.autograd.grad(first.sum(), x)
 
 
+@pytest.mark.slow
 def test_deepcopy_trains_on_its_own(device):
     layer = small.make(device=device)
     x, order = small.inputs(device)
