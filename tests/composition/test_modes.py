@@ -84,18 +84,43 @@ def test_cpp_wrapper(generated, how, alike):
     alike(run, stocks)
 
 
-def test_freezing_without_gradients(generated):
-    """Inference with parameters folded into the graph; training in the same process afterwards is not affected."""
-    layer = small.make(device=generated)
+def test_freezing_without_gradients(generated, alike):
+    """Inference with parameters folded into the graph.
+
+    Stock's CPU kernel of torch 2.13 does not take queries straight from a Linear, frozen or not.
+    """
+    layer = small.make(device=generated).eval()
     x, order = small.inputs(generated)
-    want = small.exact(layer, x, order, small.gradient(x))["out"]
+    want = {"out": small.forward(layer, x, order)}
+
+    def run(backend):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            frozen = torch.compile(layer, backend=backend, options={"freezing": True}, fullgraph=True)
+            for _ in range(2):
+                small.check_same({"out": frozen(x, order)}, want)
+
+    def stocks(_run):
+        try:
+            run("inductor")
+        except Exception as error:
+            return error
+        return None
+
+    alike(run, stocks)
+
+
+def test_training_beside_a_frozen_inference(device):
+    """Parameters that were folded into the graph of an inference are not constants of the training that goes on."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    trained = torch.compile(layer, backend="gradfuse", fullgraph=True)
     with torch.no_grad():
-        frozen = torch.compile(layer.eval(), backend="gradfuse", options={"freezing": True}, fullgraph=True)
-        small.check_same({"out": frozen(x, order)}, {"out": want})
-        small.check_same({"out": frozen(x, order)}, {"out": want})
-    torch._dynamo.reset()
-    trained = small.make(device=generated)
-    small.check(trained, torch.compile(trained, backend="gradfuse", fullgraph=True), *small.inputs(generated))
+        torch.compile(lambda x: (x @ layer.gain).sin(), backend="gradfuse", options={"freezing": True})(x)
+    small.check(layer, trained, x, order)
+    with torch.no_grad():
+        layer.gain.mul_(2)
+    small.check(layer, trained, x, order)
 
 
 def test_autocast(device):
