@@ -1,0 +1,225 @@
+"""The model of these tests, a small transformer with learned attention biases and experts, and its float64 reference.
+
+Every module computes either through ``flex_attention`` or, where ``dense`` is set on it, by the formula. The reference
+of a step is the formula in float64 in one process, eagerly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 61, 32, 4, 40, 2
+EXPERTS, TOPK, BUCKETS = 4, 2, 8
+#: Relative Frobenius error of a gradient against float64.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
+#: How much worse than the same model in eager half precision, every operation rounded, gradfuse may be.
+SLACK = 1.2
+FEW = 2e-2
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def bucket(distance: Tensor) -> Tensor:
+    """Buckets of ``q - k`` in the manner of T5: one each near the diagonal, then logarithmic, the sign in the last bit."""
+    near = distance.abs()
+    far = 2 + (torch.log(near.clamp(min=1).float() / 2) / math.log(LENGTH) * 2).long().clamp(0, 1)
+    return torch.where(near < 2, near, far) + (distance > 0).long() * (BUCKETS // 2)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod) -> Tensor:
+    """Attention by the formula; the score_mod gets broadcast index tensors."""
+    b, h, q, k = (
+        torch.arange(n, device=query.device).reshape([-1 if axis == d else 1 for d in range(4)])
+        for axis, n in enumerate((*query.shape[:3], key.shape[2]))
+    )
+    return torch.softmax(score_mod(query @ key.mT / math.sqrt(query.shape[-1]), b, h, q, k), -1) @ value
+
+
+class Attention(nn.Module):
+    """Attention with a learned temperature a head and a learned bias.
+
+    ``kind``: "relative" (``t[h, q - k]``), "bucket" (``t[bucket(q - k), h]``) or "pair" (``t[h, q, k]``).
+    """
+
+    dense = False
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        shape = {"relative": (HEADS, 2 * LENGTH), "bucket": (BUCKETS, HEADS), "pair": (HEADS, LENGTH, LENGTH)}[kind]
+        self.bias = nn.Parameter(torch.randn(shape))
+        self.temperature = nn.Parameter(torch.rand(HEADS) + 0.5)
+
+    def score_mod(self, bias: Tensor, temperature: Tensor) -> ScoreMod:
+        """The score_mod over these tensors, which may be parts of the parameters."""
+        if self.kind == "relative":
+            return lambda s, b, h, q, k: s * temperature[h] + bias[h, q - k + LENGTH]
+        if self.kind == "bucket":
+            return lambda s, b, h, q, k: s * temperature[h] + bias[bucket(q - k), h]
+        return lambda s, b, h, q, k: s * temperature[h] + bias[h, q, k]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod) -> Tensor:
+        """[B, H, S, D] -> [B, H, S, D]."""
+        if self.dense:
+            return dense_attention(query, key, value, score_mod)
+        return flex_attention(query, key, value, score_mod=score_mod)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, WIDTH] -> [B, S, WIDTH]."""
+        q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        y = self.attend(q, k, v, self.score_mod(self.bias, self.temperature))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """A mixture of experts: tokens sorted by expert, gathered, computed, weighted and added back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / math.sqrt(WIDTH))
+
+    def choose(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each row, [N, TOPK]: the experts by the token itself (as in Hash Layers).
+
+        A choice by the router's logits would differ between float64 and half precision.
+        """
+        chosen = torch.stack([tokens.flatten() % EXPERTS, (tokens.flatten() // EXPERTS + tokens.flatten() + 1) % EXPERTS], 1)
+        return self.router(rows).gather(1, chosen).softmax(-1), chosen
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """x [B, S, WIDTH], tokens [B, S] -> [B, S, WIDTH]."""
+        rows = x.flatten(0, 1)
+        weight, chosen = self.choose(rows, tokens)
+        order = chosen.flatten().argsort(stable=True)
+        source = order // TOPK
+        own = F.one_hot(chosen.flatten()[order], EXPERTS).to(x.dtype)
+        hidden = F.silu(torch.einsum("nd,edf->nef", rows[source], self.up)) * own[..., None]
+        outputs = torch.einsum("nef,efd->nd", hidden, self.down) * weight.flatten()[order, None]
+        return torch.zeros_like(rows).index_add(0, source, outputs).view_as(x)
+
+
+class Block(nn.Module):
+    """Attention, then experts, each on the norm of the residual stream."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention, self.experts = Attention(kind), Experts()
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """x [B, S, WIDTH], tokens [B, S] -> [B, S, WIDTH]."""
+        x = x + self.attention(self.norms[0](x))
+        return x + self.experts(self.norms[1](x), tokens)
+
+
+class Transformer(nn.Module):
+    """Tokens and targets in, mean cross-entropy out."""
+
+    def __init__(self, kinds: Iterable[str] = ("relative", "bucket")) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(map(Block, kinds))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets [B, S] -> 0-d loss."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, tokens)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def make(kinds: Iterable[str] = ("relative", "bucket"), seed: int = 0) -> Transformer:
+    """The model, the same in every process."""
+    torch.manual_seed(seed)
+    return Transformer(kinds)
+
+
+def data(seed: int = 0, batch: int = BATCH, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCABULARY, (2, batch, length), generator=generator)
+    return tokens, targets
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add."""
+    return re.sub(r"\b(_orig_mod|module|_checkpoint_wrapped_module)\.", "", name)
+
+
+def full(x: Tensor) -> Tensor:
+    """A gradient or parameter as an ordinary tensor, sharded or not (a collective for a sharded one)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients by plain name, as ordinary tensors, those that are None left out."""
+    return {plain_name(n): full(p.grad).detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def dense_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy that computes attention by the formula, in ``dtype``, with no gradients yet."""
+    out = copy.deepcopy(model).to(dtype)
+    for module in out.modules():
+        if isinstance(module, Attention):
+            module.dense = True
+    out.zero_grad()
+    return out
+
+
+def reference(model: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one step by the formula, eagerly; float64 unless half precision's own error is asked for."""
+    exact = dense_copy(model, dtype)
+    loss = exact(*inputs)
+    loss.backward()
+    return loss.detach(), gradients(exact)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Relative Frobenius error."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def check_gradients(
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    tolerance: float = TOLERANCE[torch.float32],
+    eager: dict[str, Tensor] | None = None,
+) -> None:
+    """Every gradient is there and right, to ``tolerance`` or to SLACK times the error of ``eager``.
+
+    The error of a gradient of a few elements in half precision is a draw of a few roundings: those are held to FEW.
+    """
+    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    allowed = dict.fromkeys(want, tolerance)
+    for name in eager or ():
+        few = FEW if want[name].numel() <= 64 else 0.0
+        allowed[name] = max(tolerance, few, SLACK * relative_error(eager[name], want[name]))
+    wrong = {n: (errors[n], allowed[n]) for n in want if not errors[n] <= allowed[n]}
+    assert not wrong, wrong
+
+
+def check_step(model: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor, tolerance: float | None = None) -> None:
+    """One step of ``compiled``, which shares its parameters with ``model``, against the reference of ``model``."""
+    dtype = next(model.parameters()).dtype
+    tolerance = TOLERANCE.get(dtype, 1e-3) if tolerance is None else tolerance  # half precision: see check_gradients
+    want_loss, want = reference(model, *inputs)
+    eager = None if dtype in TOLERANCE else reference(model, *inputs, dtype=dtype)[1]
+    model.zero_grad()
+    loss = compiled(*inputs)
+    loss.backward()
+    assert abs(float(loss) - float(want_loss)) <= max(tolerance, 0 if eager is None else 1e-2) * abs(float(want_loss))
+    check_gradients(gradients(model), want, tolerance, eager)

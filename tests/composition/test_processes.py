@@ -1,0 +1,208 @@
+"""Threads, forks and second processes: compiling at once, children of a compiled parent, warm starts."""
+
+import json
+import textwrap
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from inductor_ext import compat
+
+from . import small
+
+THREADS = textwrap.dedent(
+    """
+    import sys, threading
+    import torch, inductor_ext
+    from tests.composition import small
+    from tests.eager_graphs import eager_graphs
+
+    device, what = sys.argv[1:]
+    backends = ["gradfuse", "gradfuse", "inductor" if what == "beside stock" else "gradfuse"]
+    shared = small.make(device=device)
+    layers = [shared if what == "one model" else small.make(device=device, seed=i) for i in range(3)]
+    if what == "beside stock":
+        layers[2].attention.dense = True
+    functions = [torch.compile(layer, backend=b) for layer, b in zip(layers, backends)]
+    if what == "one model":
+        functions = functions[:1] * 3
+    errors, start = [], threading.Barrier(3)
+
+    def work(i):
+        try:
+            start.wait()
+            for step in range(2):
+                small.check(layers[i], functions[i], *small.inputs(device, seed=10 * i + step))
+        except BaseException as error:
+            errors.append(repr(error))
+
+    def run():
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    if device == "cpu":
+        with eager_graphs():
+            run()
+    else:
+        run()
+    assert not errors, errors
+    print("done")
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "what", ["one model", *(pytest.param(w, marks=pytest.mark.slow) for w in ("three models", "beside stock"))]
+)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_threads_that_compile_at_once(where, what):
+    """Finding G6: no end within 150 s."""
+    assert "done" in small.run_script(THREADS, where, what, seconds=150)
+
+
+def test_a_compiled_function_called_while_a_backward_compiles(device):
+    """What we trace when a backward compiles must not look, to other threads, like an FX trace around their own calls.
+
+    Stock (inductor and aot_eager) passes this.
+    """
+    other = torch.compile(lambda x: x.sin(), backend="eager")
+    other(torch.ones(3))
+    errors, calls, stop = set(), [], threading.Event()
+
+    def call():
+        while not stop.wait(0.002):
+            try:
+                calls.append(other(torch.ones(3)))
+            except Exception as error:
+                errors.add(repr(error))
+
+    layer = small.make(device=device)
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        small.check(layer, torch.compile(layer, backend="gradfuse"), *small.inputs(device))
+    finally:
+        stop.set()
+        thread.join(timeout=60)
+    assert len(calls) > 10
+    assert not errors, errors
+
+
+FORK = textwrap.dedent(
+    """
+    import os
+    import torch, inductor_ext
+    from tests.composition import small
+    from tests.eager_graphs import eager_graphs
+
+    torch.set_num_threads(1)
+    with eager_graphs():
+        layer = small.make()
+        function = torch.compile(layer, backend="gradfuse")
+        small.check(layer, function, *small.inputs())
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                torch.autograd.set_multithreading_enabled(False)
+                with torch.no_grad():
+                    x, order = small.inputs(seed=1)
+                    other = small.make("bucket")
+                    torch.compile(other, backend="gradfuse")(x, order)
+                    got = function(x, order)
+                small.check_same({"out": got}, {"out": small.forward(layer, x, order)})
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        small.check(layer, function, *small.inputs(seed=2))
+    print("done")
+    """
+)
+
+
+def test_fork_after_compiling():
+    """A child (a data loader, an evaluation) calls what its parent compiled and compiles something of its own.
+
+    It computes no gradient: autograd's threads do not survive a fork, with or without a compiler.
+    """
+    assert "done" in small.run_script(FORK, seconds=150)
+
+
+CACHES = textwrap.dedent(
+    """
+    import json, sys, time
+    import torch, inductor_ext
+    from torch._dynamo.utils import counters
+    from torch.nn.attention.flex_attention import flex_attention
+
+    device, backend, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 32, 16, device=device, requires_grad=True)
+    bias = torch.randn(2, 64, device=device, requires_grad=True)
+
+    def attention(x, bias):
+        return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q - k + 32])
+
+    def formula(x, bias):
+        position = torch.arange(32, device=device)
+        index = position[:, None] - position + 32
+        return torch.softmax(x @ x.mT / 4 + bias[:, index], -1) @ x
+
+    out = torch.compile(formula if backend == "inductor" else attention, backend=backend, options=options or None)(x, bias)
+    got = torch.autograd.grad(out.sin().sum(), (x, bias))
+    exact = [y.detach().double().requires_grad_() for y in (x, bias)]
+    want = torch.autograd.grad(formula(*exact).sin().sum(), exact)
+    assert all((g - w).norm() < 1e-5 * w.norm() for g, w in zip(got, want))
+    numbers = {name: counters["aot_autograd"]["autograd_cache_" + name] for name in ("hit", "miss", "bypass", "saved")}
+    numbers |= {"fx_" + name: counters["inductor"]["fxgraph_cache_" + name] for name in ("hit", "miss", "bypass")}
+    print(json.dumps(numbers))
+    """
+)
+
+
+def counted(tmp_path, device, options, backend="gradfuse"):
+    """The cache's counters of a process of its own that compiles, with ``tmp_path`` as its cache."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    printed = small.run_script(CACHES, device, backend, json.dumps(options), seconds=300, environment=environment)
+    return json.loads(printed.strip().splitlines()[-1])
+
+
+def test_a_second_process_starts_warm(generated, tmp_path):
+    """Finding C9: no cache is bypassed because of us, and a second process compiles nothing; a changed option does."""
+    cold = counted(tmp_path, generated, {})
+    assert cold["bypass"] == cold["fx_bypass"] == 0, cold
+    assert cold["miss"] == 1 and cold["hit"] == 0, cold
+    warm = counted(tmp_path, generated, {})
+    assert warm["hit"] == 1 and warm["miss"] == warm["bypass"] == 0, warm
+    changed = counted(tmp_path, generated, {"disable": ["hoisting"]})
+    assert changed["hit"] == changed["fx_hit"] == 0, changed
+
+
+class NoCodeError(Exception):
+    """Code generation is not what the next test looks at."""
+
+
+def test_nothing_is_bypassed():
+    """The part of finding C9 that needs no code: AOTAutograd's cache takes the graph with a hoisted table."""
+
+    def no_code(gm, inputs, **kwargs):
+        raise NoCodeError
+
+    layer = small.make()
+    counters.clear()
+    with (
+        fresh_cache(),
+        mock.patch.object(compat, "compile_fx_inner", no_code),
+        pytest.raises(Exception, match="NoCodeError"),
+    ):
+        torch.compile(layer, backend="gradfuse", fullgraph=True)(*small.inputs())
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 1

@@ -1,0 +1,95 @@
+"""Long runs of the demo's model with changing lengths: memory is flat, nothing recompiles, the loss is eager's."""
+
+import contextlib
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask
+
+from inductor_ext.demo.model import LanguageModel
+from inductor_ext.demo.train import corpus
+from tests.eager_graphs import eager_graphs
+
+LENGTHS = (48, 64, 80, 96, 33, 57)
+#: Steps after which everything that is going to be compiled or allocated has been.
+SETTLED = 30
+
+
+def batch(text, step, device):
+    """Some text of a length that changes from step to step, the same in every run."""
+    length, generator = LENGTHS[step % len(LENGTHS)], torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - length - 1, (8,), generator=generator).tolist()
+    return torch.stack([text[s : s + length + 1] for s in starts]).long().to(device)
+
+
+def memory(device):
+    """Bytes in use: those of the allocator on a GPU, of the whole process on the CPU."""
+    gc.collect()
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * 4096
+
+
+def train(model, function, steps, device, seen=lambda step: None):
+    """The loss of every step."""
+    text = corpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    masks = {n: create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, device=device) for n in LENGTHS}
+    for step in range(steps):
+        tokens = batch(text, step, device)
+        loss = function(tokens, masks[tokens.shape[1] - 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        seen(step)
+    return losses
+
+
+def soak(device, steps, allowed, **options):
+    """``allowed``: how many bytes the memory may grow by."""
+    torch.manual_seed(0)
+    model = LanguageModel(width=64, heads=2, layers=2).to(device)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="gradfuse", fullgraph=True, **options)
+    counters.clear()
+    marks = {}
+
+    def seen(step):
+        if step in (SETTLED, steps - 1):
+            marks[step] = counters["stats"]["unique_graphs"], memory(device)
+
+    losses = train(model, compiled, steps, device, seen)
+    (graphs, before), (graphs_at_the_end, after) = marks.values()
+    assert graphs_at_the_end == graphs, f"{graphs_at_the_end - graphs} recompilations after step {SETTLED}"
+    assert graphs <= len(LENGTHS)
+    assert after - before <= allowed, f"memory grew by {(after - before) / 2**20:.1f} MiB"
+    wanted = train(eager, lambda tokens, _mask: eager(tokens, None), steps, device)
+    # Rounding makes two runs part after some steps; what they reach agrees within the noise of the last batches.
+    for part in (slice(0, 10), slice(steps - steps // 6, steps)):
+        mine, theirs = torch.tensor(losses[part]), torch.tensor(wanted[part])
+        noise = float(theirs.std()) / len(theirs) ** 0.5
+        assert abs(float(mine.mean() - theirs.mean())) < max(2 * noise, 0.02), (part, mine.mean(), theirs.mean())
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_three_hundred_steps_on_the_cpu():
+    """The rewritten graphs run op by op: what could leak or recompile is ours and Dynamo's, not the generated code."""
+    with eager_graphs():
+        soak("cpu", 300, allowed=64 * 2**20, dynamic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_two_thousand_steps_on_a_gpu(dynamic):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=16))
+        soak("cuda", 2000, allowed=0, dynamic=dynamic)

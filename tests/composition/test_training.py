@@ -1,0 +1,252 @@
+"""What autograd may ask of a compiled model: parts of the gradient, several backwards, hooks, odd gradients, float64."""
+
+import copy
+
+import pytest
+import torch
+
+from . import model as models
+from . import small
+from .conftest import stock_error
+
+
+def compiled(layer, **options):
+    return torch.compile(layer, backend="gradfuse", fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("kind", ["relative", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bucket", "pair"))])
+def test_one_layer(device, kind):
+    layer = small.make(kind, device)
+    small.check(layer, compiled(layer), *small.inputs(device))
+
+
+def test_the_model(device):
+    model = models.make().to(device)
+    models.check_step(model, compiled(model), *(x.to(device) for x in models.data()))
+
+
+def test_the_model_in_half_precision(device):
+    model = models.make().to(device, torch.bfloat16)
+    models.check_step(model, compiled(model), *(x.to(device) for x in models.data()), tolerance=1e-3)
+
+
+def test_float64_is_exact_to_float64s_precision(device):
+    """Finding C10: the logsumexp was kept in float32, so gradients were right to 1e-7 only."""
+    layer = small.make(device=device, dtype=torch.float64)
+    small.check(layer, compiled(layer), *small.inputs(device, torch.float64), tolerance=1e-11)
+
+
+def test_gradients_accumulate_over_steps(device):
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    grad = small.gradient(x)
+    want = {n: 2 * g for n, g in small.exact(layer, x, order, grad).items() if n not in ("out", "x")}
+    function = compiled(layer)
+    for _ in range(2):
+        function(x, order).backward(grad)
+    small.check_same(models.gradients(layer), want)
+
+
+def test_retain_graph(device):
+    """Two backwards of one forward. Inductor donates buffers to the first unless told otherwise; so does it for us."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    grad = small.gradient(x)
+    want = {n: 2 * g for n, g in small.exact(layer, x, order, grad).items() if n not in ("out", "x")}
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = compiled(layer)(x, order)
+        out.backward(grad, retain_graph=True)
+        out.backward(grad)
+    small.check_same(models.gradients(layer), want)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(grad)
+
+
+def test_the_gradient_of_one_thing_alone(device):
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    grad, function = small.gradient(x), compiled(layer)
+    want = small.exact(layer, x, order, grad)
+    for name in ("x", "attention.bias", "attention.query.weight"):
+        leaf = x if name == "x" else layer.get_parameter(name)
+        (got,) = torch.autograd.grad(function(x, order), leaf, grad)
+        small.check_same({name: got}, {name: want[name]})
+
+
+def test_only_the_bias_needs_a_gradient(device):
+    """Everything else is frozen, the input too."""
+    layer = small.make(device=device).requires_grad_(False)
+    layer.attention.bias.requires_grad_(True)
+    x, order = small.inputs(device)
+    x.requires_grad_(False)
+    grad = small.gradient(x)
+    compiled(layer)(x, order).backward(grad)
+    assert [n for n, p in layer.named_parameters() if p.grad is not None] == ["attention.bias"]
+    want = small.exact(layer, x, order, grad)["attention.bias"]
+    small.check_same({"bias": layer.attention.bias.grad}, {"bias": want})
+
+
+def test_hooks_see_the_gradient_and_may_change_it(device):
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    grad = small.gradient(x)
+    want = small.exact(layer, x, order, grad)
+    seen = {}
+    x.register_hook(lambda g: seen.__setitem__("x", g.clone()))
+    layer.attention.bias.register_hook(lambda g: 3 * g)
+    layer.attention.temperature.register_post_accumulate_grad_hook(lambda p: seen.__setitem__("temperature", p.grad.clone()))
+    out = compiled(layer)(x, order)
+    out.register_hook(lambda g: seen.__setitem__("above", g.clone()))
+    out.backward(grad)
+    assert torch.equal(seen["above"], grad)
+    got = {"x": seen["x"], "temperature": seen["temperature"], "bias": layer.attention.bias.grad}
+    names = {"x": "x", "temperature": "attention.temperature", "bias": "attention.bias"}
+    small.check_same(got, {n: want[names[n]] * (3 if n == "bias" else 1) for n in got})
+
+
+def _transposed(grad):
+    return grad.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+def _strided(grad):
+    return torch.stack([grad, torch.full_like(grad, 1e6)], -1)[..., 0]
+
+
+def _expanded(grad):
+    return grad[:, :1, :1].expand(grad.shape)
+
+
+def _one_value(grad):
+    return grad.flatten()[0].expand(grad.shape)
+
+
+def test_incoming_gradients_of_any_layout(device):
+    """The backward is compiled for a contiguous one."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    function = compiled(layer)
+    small.step(function, layer, x, order, small.gradient(x))
+    for layout in (_transposed, _strided, _expanded, _one_value):
+        grad = layout(small.gradient(x))
+        assert not grad.is_contiguous()
+        small.check_same(small.step(function, layer, x, order, grad), small.exact(layer, x, order, grad))
+
+
+def test_frozen_then_unfrozen_parameters(device, alike):
+    """Finding G2: after a step with frozen parameters their gradient was wrong on CUDA, with torch 2.11.
+
+    There stock Dynamo does not look at a parameter's ``requires_grad`` again while the module's dicts are unchanged, so no
+    backend gets to see the second step: eager code under it gives no gradient either.
+    """
+
+    def run(backend, dense=False):
+        model = models.make(("relative", "relative")).to(device)
+        tokens = [x.to(device) for x in models.data()]
+        for block in model.blocks:
+            block.attention.dense = dense
+        function = torch.compile(model, backend=backend, fullgraph=True)
+        parameters = [p for block in model.blocks for p in (block.attention.temperature, block.attention.bias)]
+        for p in parameters:
+            p.requires_grad_(False)
+        function(*tokens).backward()
+        assert all(p.grad is None for p in parameters)
+        for p in parameters:
+            p.requires_grad_(True)
+        models.check_step(model, function, *tokens)
+
+    alike(run, lambda _: stock_error(lambda backend: run(backend, dense=True)))
+
+
+def test_frozen_then_unfrozen_parameters_that_dynamo_guards(device):
+    """The same with the guard in force on every release: an error here is ours."""
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        layer = small.make(device=device)
+        parameters = [layer.attention.temperature, layer.attention.bias]
+        function = compiled(layer)
+        x, order = small.inputs(device)
+        for needed in (False, True):
+            for p in parameters:
+                p.requires_grad_(needed)
+            small.check(layer, function, x, order)
+
+
+@pytest.mark.slow
+def test_evaluation_between_training_steps(device):
+    """no_grad and inference_mode calls compile their own graphs and leave training alone."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    function = compiled(layer)
+    want = small.exact(layer, x, order, small.gradient(x))["out"]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out = function(x, order)
+        assert not out.requires_grad
+        small.check_same({"out": out}, {"out": want})
+    small.check(layer, function, x, order)
+
+
+def test_second_derivatives_are_refused_not_wrong(device):
+    """AOTAutograd does not differentiate twice, stock or ours: an error and no number."""
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    (first,) = torch.autograd.grad(compiled(layer)(x, order).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.slow
+def test_deepcopy_trains_on_its_own(device):
+    layer = small.make(device=device)
+    x, order = small.inputs(device)
+    function = compiled(layer)
+    small.check(layer, function, x, order)
+    other = copy.deepcopy(function)
+    with torch.no_grad():
+        other.attention.bias.mul_(2)
+    small.check(other._orig_mod, other, x, order)
+    small.check(layer, function, x, order)
+
+
+def test_module_compile_in_place_and_state(device, tmp_path):
+    """``module.compile(backend=...)``, its state saved and loaded into an uncompiled and a compiled module."""
+    layer = small.make(device=device)
+    layer.compile(backend="gradfuse", fullgraph=True)
+    x, order = small.inputs(device)
+    small.check(layer, layer, x, order)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    for seed in (1, 2):
+        other = small.make(device=device, seed=seed)
+        function = compiled(other) if seed == 2 else other
+        state = torch.load(tmp_path / "state.pt")
+        function.load_state_dict({f"_orig_mod.{n}": p for n, p in state.items()} if seed == 2 else state)
+        assert all(torch.equal(p, state[n]) for n, p in other.named_parameters())
+    small.check(other, function, x, order)
+
+
+def test_pickle_of_a_compiled_module(device, alike, tmp_path):
+    """torch.save of the whole compiled module, as far as stock's can be saved."""
+
+    def run(backend):
+        torch.save(torch.compile(small.make(device=device), backend=backend), tmp_path / "module.pt")
+        other = torch.load(tmp_path / "module.pt", weights_only=False)
+        small.check(other._orig_mod, other, *small.inputs(device))
+
+    alike(run)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_autotun": True}, {"max_autotune": "yes"}, {"strikt": True}, {"disable": ["hosting"]}]
+)
+def test_a_wrong_option_raises_at_torch_compile(options):
+    """Finding C11: as under ``backend="inductor"``, not wrapped at the first call."""
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: x + 1, backend="inductor", options=options)
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: x + 1, backend="gradfuse", options=options)
+
+
+def test_a_wrong_mode_raises_at_torch_compile():
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: x + 1, backend="inductor", mode="fastest")
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: x + 1, backend="gradfuse", mode="fastest")
