@@ -82,7 +82,10 @@ class _OnJointGraph(_CacheKey):
 def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
     """Inductor's configuration for a compilation of ours."""
     patched = {**patches, **compat.cacheable(dict.fromkeys(_FUNCTIONS, ""))}
-    for slot, ours in (("post_grad_custom_pre_pass", _CacheKey), ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump))):
+    for slot, ours in (
+        ("post_grad_custom_pre_pass", _CacheKey),
+        ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump)),
+    ):
         users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
         patched[slot] = ours(own, users)
     if own.dump is not None:
@@ -113,6 +116,14 @@ def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
     return inner
 
 
+def _checked(
+    mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = None
+) -> tuple[Options, dict[str, Any]]:
+    """Our options and Inductor's configuration. Raises a RuntimeError for what neither of us knows."""
+    own, inductor_options = split(options)
+    return own, compat.inductor_patches(mode, inductor_options, dynamic)
+
+
 def _compile(gm: GraphModule, inputs: Sequence[Any], own: Options, patches: dict[str, Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
     dump = Dump(own.dump, next(_numbers))
@@ -136,8 +147,7 @@ def gradfuse(
     ``mode`` and ``options`` are those of ``backend="inductor"``; ``inductor_ext.options.Options`` lists what gradfuse
     adds. Raises OptionError (a RuntimeError, as Inductor does) for an unknown option.
     """
-    own, inductor_options = split(options)
-    patches = compat.inductor_patches(mode, inductor_options, dynamic)
+    own, patches = _checked(mode, options, dynamic)
     if not own.verify:
         return _compile(gm, example_inputs, own, patches)
     original = copy.deepcopy(gm)
@@ -150,7 +160,7 @@ def gradfuse(
 
 gradfuse.reset = compat.reset_cudagraphs
 compat.register("gradfuse", gradfuse)
-compat.check_options_at_once(gradfuse, split)
+compat.check_options_at_once(gradfuse, _checked)
 compat.relax_front_end_checks(gradfuse)
 compat.relax_captured_scans(gradfuse)
 compat.register_decomposition(torch.ops.gradfuse.mlstm.default, mlstm_op.decomposed)

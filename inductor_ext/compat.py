@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch._dynamo.utils as dynamo_utils
 import torch._inductor.config as inductor_config
 import torch._inductor.decomposition as _decomposition
+import torch.fx._symbolic_trace as fx_symbolic_trace
 import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import eval_frame, lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
@@ -131,8 +133,8 @@ def _unwrapped(compiler_fn: Any) -> Any:
     return compiler_fn if inner is None else inner
 
 
-def check_options_at_once(backend: Callable[..., Any], check: Callable[[dict[str, Any] | None], Any]) -> None:
-    """Have ``torch.compile`` itself call ``check(options)`` for ``backend``, as it checks Inductor's options itself."""
+def check_options_at_once(backend: Callable[..., Any], check: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` itself call ``check(mode=, options=)`` for ``backend``, as it checks Inductor's itself."""
     get_compiler_fn = eval_frame.get_compiler_fn
     if getattr(get_compiler_fn, "_gradfuse", False):
         return
@@ -140,7 +142,7 @@ def check_options_at_once(backend: Callable[..., Any], check: Callable[[dict[str
     @functools.wraps(get_compiler_fn)
     def checked(compiler_fn: Any) -> Any:
         if getattr(compiler_fn, "compiler_fn", None) is backend:
-            check(getattr(compiler_fn, "kwargs", {}).get("options"))
+            check(**compiler_fn.kwargs)
         return get_compiler_fn(compiler_fn)
 
     checked._gradfuse = True
@@ -527,12 +529,36 @@ def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: 
 # ---------------------------------------------------------------- tracing
 
 
+def saved_tensors_hooks_disabled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, autograd calls no hooks for what it saves (as while Dynamo traces)."""
+    return dynamo_utils._disable_saved_tensors_hooks_during_tracing()
+
+
 def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
     """Trace ``fn`` over fake tensors to the ATen ops that Inductor lowers, in the fake mode that the tensors carry."""
     from torch._dispatch.python import enable_python_dispatcher
 
     with torch.no_grad(), enable_python_dispatcher():
-        return make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
+        return make_fx(_unnoticed(fn), decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
+
+
+def _unnoticed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, to be traced while other threads run compiled functions.
+
+    A backward graph may be compiled at any time. The tracer marks the whole process as tracing, and a compiled function
+    that another thread calls then refuses to run.
+    """
+
+    @functools.wraps(fn)
+    def traced(*args: Any) -> Any:
+        before = fx_symbolic_trace._is_fx_tracing_flag
+        fx_symbolic_trace._is_fx_tracing_flag = False
+        try:
+            return fn(*args)
+        finally:
+            fx_symbolic_trace._is_fx_tracing_flag = before
+
+    return traced
 
 
 def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:

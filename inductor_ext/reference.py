@@ -53,7 +53,13 @@ class Reference(Interpreter):
 
 def called_once(target: Any) -> bool:
     """Whether an op with a graph of its own simply calls it on the operands that follow (a checkpoint, a region)."""
-    return target.name() in ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph", "checkpoint")
+    return target.name() in (
+        "tag_activation_checkpoint",
+        "wrap_activation_checkpoint",
+        "wrap",
+        "invoke_subgraph",
+        "checkpoint",
+    )
 
 
 def _attention(
@@ -123,4 +129,3 @@ def readable(name: str) -> str:
     for word in ("_modules_", "_parameters_", "_buffers_"):
         text = text.replace(word, ".")
     return text
-

@@ -84,7 +84,9 @@ def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compil
                 guilty.append(name)
     blame = f"It is right without {' or without '.join(map(repr, guilty))}" if guilty else "No single pass is to blame"
     advice = f": options={{'disable': {guilty[:1]!r}}} leaves that pass out" if guilty else ""
-    raise VerificationError(f"gradfuse computed something else than your model: {wrong}. {blame}{advice}. Please report this.")
+    raise VerificationError(
+        f"gradfuse computed something else than your model: {wrong}. {blame}{advice}. Please report this."
+    )
 
 
 def _copies(inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:

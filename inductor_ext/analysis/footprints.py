@@ -199,9 +199,7 @@ def _dtype(node: Node) -> torch.dtype | None:
     return getattr(_fake(node), "dtype", None)
 
 
-def _evaluate(
-    node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges
-) -> _Value:
+def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges) -> _Value:
     operands = [values[n] for n in node.all_input_nodes]
     joined = functools.reduce(Footprint.join, (v.footprint for v in operands), NOTHING)
     if joined.unknown or node.op not in ("call_function", "call_method", "get_attr"):

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..compat import guarded_true, statically_known_true
-from .integers import CASTS, SORTS, exact_integers, holds_integers, sorted_dim, value_range
+from .integers import CASTS, SORTS, holds_integers, sorted_dim, value_range
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "mod", "pow"))}
+_IN_PLACE_OPERATORS = {
+    "setitem",
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "mod", "pow")),
+}
 _IN_PLACE_OPERATORS |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift")}
-_RANDOM = re.compile(r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential)(_|$|\d)")
+_RANDOM = re.compile(
+    r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential)(_|$|\d)"
+)
 
 
 def changes_in_place(node: Node) -> bool:

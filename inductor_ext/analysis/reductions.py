@@ -45,8 +45,6 @@ def depends_on_position(node: Node) -> bool:
     return not _cone(node).isdisjoint(node.graph.find_nodes(op="placeholder")[1:5])
 
 
-
-
 def _rank(node: Any) -> int | None:
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
     return value.dim() if isinstance(value, torch.Tensor) else None

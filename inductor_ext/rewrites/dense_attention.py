@@ -53,6 +53,7 @@ def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
         scale=scale,
         num_captured=len(captured),
     )
+
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
         return attention.with_blocks(*rest[:2]).forward(query, key, value, *rest[2:])
 

@@ -44,7 +44,8 @@ class Inserter:
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
-        with self._fake_mode:
+        # Without the hooks of a checkpoint around the region: what is computed here is no part of its forward.
+        with self._fake_mode, compat.saved_tensors_hooks_disabled():
             node.meta["example_value"] = target(*args, **kwargs)
         return node
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..analysis.purity import is_pure
+from ..analysis.purity import called, is_pure
 from ..compat import flex_attention_hop
 from ..options import Options
 from ..report import leave_to_stock, record, user_line
@@ -58,6 +58,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         with gm.graph.inserting_before(node):
             _lookups(graph, done)
             _flatten_nested_indexing(graph, done)
+            score_captured = _detach_frozen(outer, graph, score_captured)
             score_captured = _compute_outside(outer, graph, score_captured, done)
             score_captured = drop_unused(graph, score_captured, done)
             score_captured = _index_scalars(outer, graph, score_captured, query, done)
@@ -151,6 +152,26 @@ def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
             done.append("nested indexing flattened")
             inner = outer.args[0]
     graph.eliminate_dead_code()
+
+
+def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[Any]:
+    """Detach the captured tensors that no gradient reaches: stock's joint graph would have a gradient of None for them."""
+    learned: set[Node] = set()
+    pending = list(graph.find_nodes(op="output")[0].all_input_nodes)
+    while pending:
+        node = pending.pop()
+        value = fake_tensor(node)
+        carries = value is not None and (value.is_floating_point() or value.is_complex()) and called(node) != "detach"
+        if carries and node not in learned:
+            learned.add(node)
+            pending += node.all_input_nodes
+    result = []
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+        if placeholder not in learned and needs_grad([operand]):
+            operand = outer.method("detach", operand)
+            placeholder.meta = {**placeholder.meta, "example_value": operand.meta["example_value"]}
+        result.append(operand)
+    return result
 
 
 def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:

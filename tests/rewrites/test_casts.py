@@ -9,10 +9,18 @@ from hypothesis import strategies as st
 
 import inductor_ext
 from inductor_ext.analysis.moves import cast_of, dtype_of, holds, moved
+from inductor_ext.options import Options
+from inductor_ext.rewrites import casts, joint_graph
 from tests import snapshots
 from tests.eager_graphs import eager_graphs
 
 from .joint_graphs import rewritten, rewritten_graph, text
+
+
+def rewrite_casts(graph):
+    with joint_graph.building(graph) as build:
+        casts.rewrite(build, Options())
+
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -236,13 +244,11 @@ def test_what_is_returned_is_a_tensor_of_its_own(function):
 
 @pytest.mark.parametrize("name", ["through_views", "used_in_between", "slices_of_a_cast", "expanded_then_cast"])
 def test_idempotent(name):
-    from inductor_ext.options import Options
-    from inductor_ext.rewrites import casts, joint_graph
 
     function, argument = CASES[name]
     graph = rewritten_graph(function, argument)
     before = [(n.target, [str(a) for a in n.args]) for n in graph.nodes]
-    joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
+    rewrite_casts(graph)
     assert before == [(n.target, [str(a) for a in n.args]) for n in graph.nodes]
 
 
@@ -289,9 +295,6 @@ def test_random_chains_keep_every_bit(steps, dtype, seed):
     """Casts in any order, lossy ones too: the pass alone, run by an interpreter of the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from inductor_ext.options import Options
-    from inductor_ext.rewrites import casts, joint_graph
-
     def chain(a):
         for step, target in steps:
             a = torch.ops.prims.convert_element_type(a, target) if step == "cast" else MOVES[step](a)
@@ -299,7 +302,7 @@ def test_random_chains_keep_every_bit(steps, dtype, seed):
 
     start = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
     traced = make_fx(chain, tracing_mode="fake")(start)
-    joint_graph.rewrite(traced.graph, lambda build: casts.rewrite(build, Options()))
+    rewrite_casts(traced.graph)
     traced.recompile()
     assert torch.equal(traced(start), chain(start))
     assert not round_trips(traced.graph)
@@ -313,9 +316,6 @@ def out_dtype_nodes(function, *inputs, into_first=False):
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from inductor_ext.options import Options
-    from inductor_ext.rewrites import casts, joint_graph
-
     with FakeTensorMode():
         fakes = [torch.empty(i.shape, dtype=i.dtype, device="cuda") for i in inputs]
         graph = make_fx(function)(*fakes).graph
@@ -326,7 +326,7 @@ def out_dtype_nodes(function, *inputs, into_first=False):
         with graph.inserting_before(output):
             first = graph.find_nodes(op="placeholder")[0]
             output.args = (graph.call_function(torch.ops.aten.copy_.default, (first, output.args[0])),)
-    joint_graph.rewrite(graph, lambda build: casts.rewrite(build, Options()))
+    rewrite_casts(graph)
     return [n.target for n in graph.nodes if n.target in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype)]
 
 

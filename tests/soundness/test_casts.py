@@ -53,3 +53,27 @@ def test_a_buffer_that_is_read_then_updated_in_place():
         out = torch.compile(module, backend="gradfuse", fullgraph=True)(x)
     assert torch.equal(out, before)
     assert torch.equal(module.ema, before.mul(0.5).add(x))
+
+
+def storages(function, x):
+    """Which of a function's outputs and its input share memory."""
+    torch._dynamo.reset()
+    with eager_graphs():
+        tensors = [*torch.compile(function, backend="gradfuse", fullgraph=True)(x), x]
+    owners = [t.untyped_storage().data_ptr() for t in tensors]
+    return [owners.index(o) for o in owners]
+
+
+def test_a_view_of_a_cast_that_is_returned_is_no_view_of_the_input():
+    x = torch.randn(4, 5).bfloat16()
+    assert storages(lambda x: (x.float().bfloat16()[None], x.float()), x) == [0, 1, 2]
+    assert storages(lambda x: (x.float().bfloat16(), x.float().bfloat16()[1:], torch.tanh(x)), x) == [0, 1, 2, 3]
+    assert storages(lambda x: (x[1:].float().bfloat16(), x + 1), x) == [0, 1, 2]
+
+
+def test_two_outputs_of_equal_values_are_two_tensors():
+    def function(x):
+        narrow = x.bfloat16()
+        return narrow.float().bfloat16(), narrow
+
+    assert storages(function, torch.randn(4, 5)) == [0, 1, 2]

@@ -23,7 +23,9 @@ def attention(q, t):
 
 def inputs(dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.randn(1, 2, LENGTH, 16, dtype=dtype, requires_grad=True), torch.randn(2, 50, dtype=dtype, requires_grad=True)
+    return torch.randn(1, 2, LENGTH, 16, dtype=dtype, requires_grad=True), torch.randn(
+        2, 50, dtype=dtype, requires_grad=True
+    )
 
 
 def dense(q, t):
@@ -72,7 +74,9 @@ def test_dynamic_lengths_with_a_block_mask(where):
         mod = lambda s, b, h, i, j: s + t[h, (i - j).clamp(-5, 5) + 5]  # noqa: E731
         if mask is None:
             # What transformers does for T5: one block for the whole length.
-            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=q.shape[2])
+            mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cpu", BLOCK_SIZE=q.shape[2]
+            )
         return flex_attention(q, q, q, score_mod=mod, block_mask=mask)
 
     torch._dynamo.reset()
@@ -146,7 +150,9 @@ def counts(folder, options="{}"):
 def test_a_second_process_starts_warm(tmp_path):
     cold, warm, other = counts(tmp_path), counts(tmp_path), counts(tmp_path, '{"disable": ["hoisting"]}')
     for found in (cold, warm, other):
-        assert not found["aot_autograd"].get("autograd_cache_bypass") and not found["inductor"].get("fxgraph_cache_bypass"), found
+        assert not found["aot_autograd"].get("autograd_cache_bypass") and not found["inductor"].get(
+            "fxgraph_cache_bypass"
+        ), found
     assert cold["aot_autograd"]["autograd_cache_miss"] >= 1 and not cold["aot_autograd"].get("autograd_cache_hit")
     assert warm["aot_autograd"]["autograd_cache_hit"] >= 1 and not warm["aot_autograd"].get("autograd_cache_miss")
     assert other["aot_autograd"]["autograd_cache_miss"] >= 1 and not other["aot_autograd"].get("autograd_cache_hit")

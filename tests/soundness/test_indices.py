@@ -30,7 +30,9 @@ def test_a_scatter_whose_index_has_a_new_leading_dim(shape, unique):
         return x.new_zeros(10, 8).scatter_add(0, i.expand(*shape), x)
 
     matches_eager(function, rows(*shape, torch.bfloat16), index, tolerance=HALF, exact=True)
-    matches_eager(lambda x, key: x.new_zeros(10, 8).scatter_add(0, key.argsort().expand(*shape), x), rows(*shape), torch.randn(8))
+    matches_eager(
+        lambda x, key: x.new_zeros(10, 8).scatter_add(0, key.argsort().expand(*shape), x), rows(*shape), torch.randn(8)
+    )
 
 
 def test_a_scatter_whose_index_is_expanded_along_its_own_dim():
@@ -46,7 +48,9 @@ def test_values_that_broadcast_are_expanded(shape, unique):
         return torch.zeros(7, 4, dtype=v.dtype).index_put((index,), v, accumulate=True)
 
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, HALF)):
-        matches_eager(function, torch.randn(shape, dtype=dtype).requires_grad_(), torch.randn(7), tolerance=tolerance, exact=True)
+        matches_eager(
+            function, torch.randn(shape, dtype=dtype).requires_grad_(), torch.randn(7), tolerance=tolerance, exact=True
+        )
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 3), (7, 3), (1, 7, 1), (1, 1, 3), ()])
@@ -95,7 +99,9 @@ def test_a_permutation_of_a_narrow_dtype_reaches_an_index(dtype):
 
 def test_a_permutation_that_is_rounded_on_the_way():
     """bfloat16 holds integers to 256: what comes back is no permutation."""
-    matches_eager(lambda x, key: x[key.argsort().to(torch.bfloat16).to(torch.int64).clamp(max=999)], rows(1000, 3), torch.randn(1000))
+    matches_eager(
+        lambda x, key: x[key.argsort().to(torch.bfloat16).to(torch.int64).clamp(max=999)], rows(1000, 3), torch.randn(1000)
+    )
 
 
 def test_index_add_with_a_factor_is_rounded_once():

@@ -63,6 +63,15 @@ def _dense_without_gradient(t):
     return lambda s, b, h, q, k: s + (t["t"][h, k // 2] * 2).detach() * t["u"][h, k // 2]
 
 
+def _only_without_gradient(t):
+    def score_mod(s, b, h, q, k):
+        with torch.no_grad():
+            x = t["t"][h, k // 2]
+        return s + x + t["u"][h, k]
+
+    return score_mod
+
+
 def case(name, score_mod, dense=None, tables=None, **options):
     tables = {"t": (HEADS, LENGTH), "u": (HEADS, LENGTH)} if tables is None else tables
     return Case(name, tables, score_mod, dense or score_mod, heads=HEADS, length=LENGTH, **options)
@@ -79,40 +88,122 @@ def small(t):
 
 
 CASES = [
-    case("bool_plus_bool", lambda t: lambda s, b, h, q, k: s + t["t"][h, 0] * k + ((q > k) + (k > 5)),
-         lambda t: lambda s, b, h, q, k: s + t["t"][h, 0] * k + ((q > k) | (k > 5))),
-    case("bool_plus_bool_and_tables", lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] + t["u"][h, k // 3] + ((q > k) + (k > 5)),
-         lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] + t["u"][h, k // 3] + ((q > k) | (k > 5))),
+    case(
+        "bool_plus_bool",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, 0] * k + ((q > k) + (k > 5)),
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, 0] * k + ((q > k) | (k > 5)),
+    ),
+    case(
+        "bool_plus_bool_and_tables",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] + t["u"][h, k // 3] + ((q > k) + (k > 5)),
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] + t["u"][h, k // 3] + ((q > k) | (k > 5)),
+    ),
     case("time_stamps", lambda t: lambda s, b, h, q, k, time=times(t): s + t["t"][h, k // 2] - (time[q] - time[k]) * 0.01),
-    case("time_stamps_bare", lambda t: lambda s, b, h, q, k, time=times(t): s + t["t"][h, k // 2] + t["u"][h, k] - (time[q] - time[k])),
+    case(
+        "time_stamps_bare",
+        lambda t: lambda s, b, h, q, k, time=times(t): s + t["t"][h, k // 2] + t["u"][h, k] - (time[q] - time[k]),
+    ),
     case("bytes_that_wrap", lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, k // 2] + (c[q] - c[k])),
-    case("in_place_read", _in_place_read, lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] * 2, tables={"t": (HEADS, LENGTH)}),
-    case("in_place_score", _in_place_score, lambda t: lambda s, b, h, q, k: s * t["t"][h, k // 2], tables={"t": (HEADS, LENGTH)}),
-    case("in_place_relu", _in_place_relu, lambda t: lambda s, b, h, q, k: s + F.relu(t["t"][h, k // 2]), tables={"t": (HEADS, LENGTH)}),
-    case("augmented", _augmented, lambda t: lambda s, b, h, q, k: s + (t["t"][h, k // 2] + t["t"][h, k // 3]) ** 2, tables={"t": (HEADS, LENGTH)}),
+    case(
+        "in_place_read",
+        _in_place_read,
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2] * 2,
+        tables={"t": (HEADS, LENGTH)},
+    ),
+    case(
+        "in_place_score",
+        _in_place_score,
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, k // 2],
+        tables={"t": (HEADS, LENGTH)},
+    ),
+    case(
+        "in_place_relu",
+        _in_place_relu,
+        lambda t: lambda s, b, h, q, k: s + F.relu(t["t"][h, k // 2]),
+        tables={"t": (HEADS, LENGTH)},
+    ),
+    case(
+        "augmented",
+        _augmented,
+        lambda t: lambda s, b, h, q, k: s + (t["t"][h, k // 2] + t["t"][h, k // 3]) ** 2,
+        tables={"t": (HEADS, LENGTH)},
+    ),
     case("without_gradient", _without_gradient, _dense_without_gradient),
-    case("float_beyond_its_integers", lambda t: lambda s, b, h, q, k: s + t["t"][h, (k.float() * 16777213 - q.float() * 16777213).long() % LENGTH]),
-    case("int32_that_wraps", lambda t: lambda s, b, h, q, k: s + t["t"][h, ((k * 300_000_000).long() - (q * 300_000_000).long()) % LENGTH],
-         lambda t: lambda s, b, h, q, k: s + t["t"][h, ((k.int() * 300_000_000).long() - (q.int() * 300_000_000).long()) % LENGTH]),
-    case("zeros_like_the_score", lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.zeros_like(s)),
-         lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.zeros_like(s))),
-    case("full_like_the_score", lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.full_like(s, 2.0)),
-         lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.full_like(s, 2.0))),
-    case("ones_like_a_read", lambda t: lambda s, b, h, q, k: s + t["u"][h, q] * k * 0.1 + torch.ones_like(t["t"][h, k]) * t["t"][h, k // 2],
-         lambda t: lambda s, b, h, q, k: s + t["u"][h, q] * k * 0.1 + t["t"][h, k // 2]),
-    case("embedding", lambda t: lambda s, b, h, q, k: s + F.embedding((q - k).clamp(0, 7), t["w"])[h],
-         lambda t: lambda s, b, h, q, k: s + t["w"][(q - k).clamp(0, 7), h], tables={"w": (8, HEADS)}),
-    case("dot_of_two_captured_rows", lambda t: lambda s, b, h, q, k: s + torch.dot(t["a"][b, h, q], t["c"][b, 0, k]),
-         lambda t: lambda s, b, h, q, k: s + torch.einsum("bhqd,bkd->bhqk", t["a"], t["c"][:, 0]),
-         tables={"a": (2, HEADS, LENGTH, 5), "c": (2, 1, LENGTH, 5)}),
-    case("sum_of_a_product_of_rows", lambda t: lambda s, b, h, q, k: s + (t["a"][b, h, q] * t["c"][b, h, k]).sum(-1) * 0.5,
-         lambda t: lambda s, b, h, q, k: s + torch.einsum("bhqd,bhkd->bhqk", t["a"], t["c"]) * 0.5,
-         tables={"a": (2, HEADS, LENGTH, 5), "c": (2, HEADS, LENGTH, 5)}),
-    case("sum_of_a_row", lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum() + (t["a"][h, q] * t["t"][h, q]).sum() * k * 0.1,
-         lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum(-1) + (t["a"].sum(-1) * t["t"])[h, q] * k * 0.1,
-         tables={"a": (HEADS, LENGTH, 5), "t": (HEADS, LENGTH)}),
-    case("int64_number_beside_bytes", lambda t: lambda s, b, h, q, k, c=small(t), n=torch.tensor(200): s + t["t"][h, ((c[k] + n) // 7) % LENGTH] * 1.0,
-         lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, ((c[k].long() + 200) // 7) % LENGTH]),
+    case(
+        "float_beyond_its_integers",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (k.float() * 16777213 - q.float() * 16777213).long() % LENGTH],
+    ),
+    case(
+        "int32_that_wraps",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, ((k * 300_000_000).long() - (q * 300_000_000).long()) % LENGTH],
+        lambda t: (
+            lambda s, b, h, q, k: s + t["t"][h, ((k.int() * 300_000_000).long() - (q.int() * 300_000_000).long()) % LENGTH]
+        ),
+    ),
+    case(
+        "zeros_like_the_score",
+        lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.zeros_like(s)),
+        lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.zeros_like(s)),
+    ),
+    case(
+        "full_like_the_score",
+        lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.full_like(s, 2.0)),
+        lambda t: lambda s, b, h, q, k: s + torch.where(q >= k, t["t"][h, q - k], torch.full_like(s, 2.0)),
+    ),
+    case(
+        "ones_like_a_read",
+        lambda t: lambda s, b, h, q, k: s + t["u"][h, q] * k * 0.1 + torch.ones_like(t["t"][h, k]) * t["t"][h, k // 2],
+        lambda t: lambda s, b, h, q, k: s + t["u"][h, q] * k * 0.1 + t["t"][h, k // 2],
+    ),
+    case(
+        "embedding",
+        lambda t: lambda s, b, h, q, k: s + F.embedding((q - k).clamp(0, 7), t["w"])[h],
+        lambda t: lambda s, b, h, q, k: s + t["w"][(q - k).clamp(0, 7), h],
+        tables={"w": (8, HEADS)},
+    ),
+    case(
+        "dot_of_two_captured_rows",
+        lambda t: lambda s, b, h, q, k: s + torch.dot(t["a"][b, h, q], t["c"][b, 0, k]),
+        lambda t: lambda s, b, h, q, k: s + torch.einsum("bhqd,bkd->bhqk", t["a"], t["c"][:, 0]),
+        tables={"a": (2, HEADS, LENGTH, 5), "c": (2, 1, LENGTH, 5)},
+    ),
+    case(
+        "sum_of_a_product_of_rows",
+        lambda t: lambda s, b, h, q, k: s + (t["a"][b, h, q] * t["c"][b, h, k]).sum(-1) * 0.5,
+        lambda t: lambda s, b, h, q, k: s + torch.einsum("bhqd,bhkd->bhqk", t["a"], t["c"]) * 0.5,
+        tables={"a": (2, HEADS, LENGTH, 5), "c": (2, HEADS, LENGTH, 5)},
+    ),
+    case(
+        "sum_of_a_row",
+        lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum() + (t["a"][h, q] * t["t"][h, q]).sum() * k * 0.1,
+        lambda t: lambda s, b, h, q, k: s + t["a"][h, k].sum(-1) + (t["a"].sum(-1) * t["t"])[h, q] * k * 0.1,
+        tables={"a": (HEADS, LENGTH, 5), "t": (HEADS, LENGTH)},
+    ),
+    case(
+        "all_that_is_learned_is_detached",
+        lambda t: lambda s, b, h, q, k: s + torch.where(q > k, t["t"][h, k // 2], s * 0.5).detach() + t["u"][h, q * 0 + k],
+        lambda t: lambda s, b, h, q, k: s + torch.where(q > k, t["t"][h, k // 2], s * 0.5).detach() + t["u"][h, k],
+    ),
+    case(
+        "only_under_no_grad",
+        _only_without_gradient,
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2].detach() + t["u"][h, k],
+    ),
+    case(
+        "float64_and_float32_tables",
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, k] * (t["t"][h, k] + t["u"][h, k]),
+        dtypes={"t": torch.float32},
+        dtype=torch.float64,
+    ),
+    case(
+        "operators_that_end_with_an_underscore",
+        lambda t: lambda s, b, h, q, k: s + torch.where((q > 3) & (k < 9) | (q == k), t["t"][h, k // 2], t["u"][h, k]),
+    ),
+    case(
+        "int64_number_beside_bytes",
+        lambda t: lambda s, b, h, q, k, c=small(t), n=torch.tensor(200): s + t["t"][h, ((c[k] + n) // 7) % LENGTH] * 1.0,
+        lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, ((c[k].long() + 200) // 7) % LENGTH],
+    ),
 ]
 
 

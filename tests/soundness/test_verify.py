@@ -62,7 +62,10 @@ def test_a_wrong_pass_is_found_and_named():
     with mock.patch.object(passes.hoisting, "rewrite", only_if_enabled), pytest.raises(Exception) as caught:
         step({"verify": True})
     text = str(caught.value)
-    assert VerificationError.__name__ in repr(caught.value.__cause__ or caught.value) or "something else than your model" in text
+    assert (
+        VerificationError.__name__ in repr(caught.value.__cause__ or caught.value)
+        or "something else than your model" in text
+    )
     assert "'hoisting'" in text and "relative error" in text and "No single pass" not in text
 
 
