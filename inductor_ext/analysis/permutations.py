@@ -111,7 +111,7 @@ def is_permutation(node: Node) -> bool:
         return True
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return _orders_all(node)
-    if _is_iota(node):
+    if _is_iota(node) or _is_rotated_iota(node):
         return True
     if node.target in (aten.flip.default, prims.rev.default):
         return is_permutation(node.args[0])
@@ -128,6 +128,17 @@ def _is_iota(node: Node) -> bool:
     else:
         counts = node.target is aten.arange.default and len(node.args) == 1
     return counts and holds_integers(node.meta["val"].dtype, 0, numel(node) - 1)
+
+
+def _is_rotated_iota(node: Node) -> bool:
+    """Whether ``node`` is ``(arange(n) + c) % n``, by which ``roll`` is decomposed."""
+    if node.target not in _REMAINDERS or not _same(node.args[1], numel(node)):
+        return False
+    total = node.args[0]
+    if total.target is not aten.add.Tensor or total.kwargs or not isinstance(total.args[1], int) or total.args[1] < 0:
+        return False
+    # The sum must not wrap, and fmod is the remainder of what is not negative.
+    return _is_iota(total.args[0]) and holds_integers(total.meta["val"].dtype, 0, numel(node) + total.args[1])
 
 
 def sorted_tensor(node: Node) -> Node | None:

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_IN_PLACE_OPERATORS = {
-    "setitem",
-    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "mod", "pow")),
-}
-_IN_PLACE_OPERATORS |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift")}
-_RANDOM = re.compile(
-    r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential)(_|$|\d)"
-)
+_OPERATORS = "add sub mul truediv floordiv matmul mod pow and or xor lshift rshift"
+_IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
+_DRAWS = "rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential"
+_RANDOM = re.compile(rf"(^|_)({_DRAWS})(_|$|\d)")
 
 
 def changes_in_place(node: Node) -> bool:

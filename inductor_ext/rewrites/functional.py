@@ -27,7 +27,7 @@ class Impure(Exception):
 
 
 def functionalise(graph: Graph) -> list[str]:
-    """Make a score_mod's graph functional in place; returns what was done. Raises Impure, with nothing changed, if it cannot."""
+    """Make a score_mod's graph functional; returns what was done. Raises Impure, with nothing changed, if it cannot."""
     nodes = list(graph.nodes)
     _check(nodes)
     done = []

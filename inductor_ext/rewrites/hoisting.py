@@ -176,6 +176,9 @@ class _Hoist:
         root = output.args[0]
         terms = self._terms(root)
         gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key and self._learned(n)]
+        # A cumulative gate that is read at the query and at the key: the rounding of one sum cancels that of the other.
+        elsewhere = {x for _, n in terms if n not in gone for x in self._learned_anywhere(n)}
+        gone = [n for n in gone if elsewhere.isdisjoint(self._learned(n))]
         kept = [(sign, n) for sign, n in terms if n not in gone]
         if not gone or not any(isinstance(n, Node) for _, n in kept):
             return []
@@ -199,6 +202,12 @@ class _Hoist:
         read = [operands[n] for n in cone if n in operands]
         floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
         return floats if all(fake_tensor(x).requires_grad for x in floats) else []
+
+    def _learned_anywhere(self, node: Any) -> list[Any]:
+        """The captured tensors that a term reads and that need a gradient."""
+        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        read = [operands[n] for n in self._cone(node) if n in operands] if isinstance(node, Node) else []
+        return [x for x in read if needs_grad([x])]
 
     def merge_sums(self) -> None:
         """In every sum, score-free terms of one footprint become one table."""

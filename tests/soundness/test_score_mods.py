@@ -79,12 +79,16 @@ def case(name, score_mod, dense=None, tables=None, **options):
 
 def times(t):
     """Time stamps of 1.7e9 seconds, a few seconds apart."""
-    return torch.arange(LENGTH) * 3 + 1_700_000_000
+    return torch.arange(LENGTH, device=next(iter(t.values())).device) * 3 + 1_700_000_000
+
+
+def number(t):
+    return torch.tensor(200, device=next(iter(t.values())).device)
 
 
 def small(t):
     """Bytes whose differences wrap."""
-    return (torch.arange(LENGTH) * 37 % 256).to(torch.uint8)
+    return (torch.arange(LENGTH, device=next(iter(t.values())).device) * 37 % 256).to(torch.uint8)
 
 
 CASES = [
@@ -201,7 +205,7 @@ CASES = [
     ),
     case(
         "int64_number_beside_bytes",
-        lambda t: lambda s, b, h, q, k, c=small(t), n=torch.tensor(200): s + t["t"][h, ((c[k] + n) // 7) % LENGTH] * 1.0,
+        lambda t: lambda s, b, h, q, k, c=small(t), n=number(t): s + t["t"][h, ((c[k] + n) // 7) % LENGTH] * 1.0,
         lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, ((c[k].long() + 200) // 7) % LENGTH],
     ),
 ]
