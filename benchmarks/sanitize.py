@@ -1,0 +1,170 @@
+"""compute-sanitizer over the kernels of every lowering, with indices that point outside and lengths that fill no tile.
+
+    python -m benchmarks.sanitize --out benchmarks/results/sanitizer.json
+
+runs the program below once to fill Inductor's cache and then under memcheck, racecheck, initcheck and synccheck, on the
+kernels that Triton made; ``--program`` is that program. Memory is not pooled, so that a read beyond a tensor is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+LENGTH = 97
+
+
+def _leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def _step(function: Callable[..., Any], *leaves: Tensor, **options: Any) -> None:
+    torch._dynamo.reset()
+    out = torch.compile(function, backend="gradfuse", fullgraph=True, options=options or None)(*leaves)
+    outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if x.requires_grad]
+    torch.autograd.grad(outs, [x for x in leaves if x.requires_grad], [torch.ones_like(x) for x in outs], allow_unused=True)
+    torch.cuda.synchronize()
+
+
+def _attention() -> None:
+    """Every way of reading a table and of adding up its gradient; the hostile indices are hidden by no mask."""
+    far = torch.randint(-(2**31), 2**31 - 1, (LENGTH, LENGTH), device="cuda")
+    mods: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Callable[..., Tensor]]]] = {
+        "none": ((4,), lambda t: lambda s, b, h, q, k: s * t[h]),
+        "row": ((4, LENGTH), lambda t: lambda s, b, h, q, k: s * t[h, q]),
+        "column": ((4, LENGTH), lambda t: lambda s, b, h, q, k: s + t[h, k]),
+        "diagonal": ((4, 2 * LENGTH), lambda t: lambda s, b, h, q, k: s + t[h, q - k + LENGTH]),
+        "antidiagonal": ((4, 2 * LENGTH), lambda t: lambda s, b, h, q, k: s + t[h, q + k]),
+        "pair": ((4, LENGTH, LENGTH), lambda t: lambda s, b, h, q, k: s + t[h, q, k]),
+        "pair_batch": ((2, 4, LENGTH, LENGTH), lambda t: lambda s, b, h, q, k: s + t[b, h, q, k]),
+        "gathered": ((512, 4), lambda t: lambda s, b, h, q, k: s + t[(far[q, k] % 512), h]),
+        "out_of_range": ((4, 50), lambda t: lambda s, b, h, q, k: s + t[h, far[q, k]] * (s > 0)),
+        "score": ((4, 50), lambda t: lambda s, b, h, q, k: s + t[h, (s * 1e6).long()]),
+    }
+    mask = create_block_mask(lambda b, h, q, k: (q - k).abs() < 20, None, None, LENGTH, LENGTH, device="cuda")
+    for name, (shape, mod) in mods.items():
+        for options in ({}, {"deterministic": True}) if name not in ("score", "out_of_range", "gathered") else ({},):
+            for block_mask in (None, mask):
+                query, key, value, table = (
+                    _leaf(2, 4, LENGTH, 40),
+                    _leaf(2, 2, LENGTH, 40),
+                    _leaf(2, 2, LENGTH, 40),
+                    _leaf(*shape),
+                )
+
+                def run(q: Tensor, k: Tensor, v: Tensor, t: Tensor, mod: Any = mod, block_mask: Any = block_mask) -> Tensor:
+                    return flex_attention(q, k, v, score_mod=mod(t), block_mask=block_mask, enable_gqa=True)
+
+                _step(run, query, key, value, table, **options)
+
+
+def _gathers() -> None:
+    key = torch.randn(333, device="cuda")
+    hot = torch.randint(0, 7, (4096,), device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        _step(lambda x: x[key.argsort() // 3], _leaf(111, 65, dtype=dtype))
+        _step(lambda x: x.new_zeros(111, 65).index_add(0, key.argsort() // 3, x), _leaf(333, 65, dtype=dtype))
+        _step(lambda x: x[key.argsort()], _leaf(333, 65, dtype=dtype))
+        _step(lambda x: x[hot], _leaf(64, 1000, dtype=dtype))
+        _step(
+            lambda w: torch.nn.functional.embedding(hot, w, padding_idx=3), _leaf(64, 1000, dtype=dtype), deterministic=True
+        )
+        # Empty experts, and a tensor larger than the L2 cache, whose gather runs in the order of its rows.
+        _step(lambda x: x[key[:0].long()], _leaf(64, 100, dtype=dtype))
+    order = torch.randn(4 * 20_000, device="cuda")
+    _step(lambda x: x[order.argsort() // 4] * 2, _leaf(20_000, 2048))
+
+
+def _scans() -> None:
+    scan = torch._higher_order_ops.associative_scan
+
+    def gated(a: Any, b: Any) -> Any:
+        return a[0] * b[0], a[1] * b[0] + b[1]
+
+    def product(a: Any, b: Any) -> Any:
+        return tuple(a[2 * i] * b[j] + a[2 * i + 1] * b[2 + j] for i in range(2) for j in range(2))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for reverse in (False, True):
+
+            def both(*xs: Tensor, combine: Any = gated, reverse: bool = reverse) -> Any:
+                return scan(combine, xs, 1, reverse=reverse, combine_mode="pointwise")
+
+            _step(both, *(_leaf(2, LENGTH, 515, dtype=dtype) for _ in range(2)))
+            _step(lambda *xs: both(*xs, combine=product), *(_leaf(2, LENGTH, 515, dtype=dtype) for _ in range(4)))
+            _step(lambda x: scan(torch.logaddexp, x, 1, combine_mode="pointwise"), _leaf(2, LENGTH, 515, dtype=dtype))
+
+
+def _mlstm() -> None:
+    from inductor_ext.ops.mlstm import mlstm
+
+    for width in (32, 80, 128):
+        heads = [_leaf(2, 3, LENGTH, width) for _ in range(3)]
+        gates = [_leaf(2, 3, LENGTH) for _ in range(2)]
+        _step(lambda q, k, v, i, f: mlstm(q, k, v, i, f), *heads, *gates)
+
+
+PROGRAM = {"attention": _attention, "gathers": _gathers, "scans": _scans, "mlstm": _mlstm}
+
+
+def _under(tool: str, part: str, environment: dict[str, str], limit: int) -> dict[str, Any]:
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=triton", "--print-limit", "20"]
+    command += [sys.executable, "-m", "benchmarks.sanitize", "--program", part]
+    try:
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"tool": tool, "part": part, "summary": f"not ended after {limit} s", "errors": None}
+    text = run.stdout + run.stderr
+    summaries = re.findall(r"=+ (ERROR SUMMARY: .*|RACECHECK SUMMARY: .*)", text)
+    numbers = [int(n) for line in summaries for n in re.findall(r"(\d+) (?:errors?|hazards? displayed)", line)]
+    failed = "done" not in run.stdout
+    result = {"tool": tool, "part": part, "summary": summaries[-1] if summaries else "none", "errors": sum(numbers[:1])}
+    if failed or not summaries or result["errors"]:
+        result |= {"ended": not failed, "output": text[-3000:]}
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--program", choices=PROGRAM)
+    parser.add_argument("--out")
+    parser.add_argument("--limit", type=int, default=150, help="seconds a tool and part")
+    arguments = parser.parse_args()
+    if arguments.program:
+        PROGRAM[arguments.program]()
+        print("done")
+        return 0
+    from .runner import environment
+
+    cache = tempfile.mkdtemp()
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    warm = [subprocess.Popen([sys.executable, "-m", "benchmarks.sanitize", "--program", p], env=variables) for p in PROGRAM]
+    if any(process.wait() for process in warm):
+        return 1
+    runs = [(tool, part) for tool in TOOLS for part in PROGRAM]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(6) as pool:
+        rows = list(pool.map(lambda run: _under(*run, variables, arguments.limit), runs))
+    for row in rows:
+        print(row["tool"], row["part"], row["summary"], row.get("output", "")[:1500])
+    if arguments.out:
+        with open(arguments.out, "w") as file:
+            json.dump({"environment": environment(), "rows": rows}, file, indent=1)
+    return int(any(row["errors"] != 0 for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
