@@ -13,7 +13,10 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, lowerings, passes, verify
+from . import compat, lowerings, passes, repro, verify
 from .dump import Dump
 from .ops import mlstm as mlstm_op
 from .ops.scan import scan
-from .options import Options, split
+from .options import PASSES, Options, split
 from .rewrites import gathers, mlstm
 
 
@@ -124,9 +127,11 @@ def _checked(
     return own, compat.inductor_patches(mode, inductor_options, dynamic)
 
 
-def _compile(gm: GraphModule, inputs: Sequence[Any], own: Options, patches: dict[str, Any]) -> Callable[..., Any]:
+def _compile(
+    gm: GraphModule, inputs: Sequence[Any], own: Options, patches: dict[str, Any], number: int
+) -> Callable[..., Any]:
     """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
-    dump = Dump(own.dump, next(_numbers))
+    dump = Dump(own.dump, number)
     passes.run("dynamo", gm, own, dump)
     with compat.without_caches() if own.dump is not None else contextlib.nullcontext():
         return compat.compile_fx(
@@ -148,14 +153,22 @@ def gradfuse(
     adds. Raises OptionError (a RuntimeError, as Inductor does) for an unknown option.
     """
     own, patches = _checked(mode, options, dynamic)
-    if not own.verify:
-        return _compile(gm, example_inputs, own, patches)
+    number = next(_numbers)
+    if number >= int(os.environ.get("GRADFUSE_GRAPHS", sys.maxsize)):
+        # ``gradfuse bisect`` leaves the later graphs to stock; the last of the others is the one to show.
+        return _compile(gm, example_inputs, replace(own, disable=frozenset(PASSES)), patches, number)
+    target = os.environ.get("GRADFUSE_REPRO")
+    if not own.verify and target is None:
+        return _compile(gm, example_inputs, own, patches, number)
     original = copy.deepcopy(gm)
+    compiled = _compile(gm, example_inputs, own, patches, number)
+    if target is not None:
+        return repro.saving(original, compiled, Path(target), sorted(own.disable))
 
     def again(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-        return _compile(copy.deepcopy(graph), inputs, options, patches)
+        return _compile(copy.deepcopy(graph), inputs, options, patches, next(_numbers))
 
-    return verify.checked(original, _compile(gm, example_inputs, own, patches), again, own)
+    return verify.checked(original, compiled, again, own)
 
 
 gradfuse.reset = compat.reset_cudagraphs

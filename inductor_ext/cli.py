@@ -1,4 +1,6 @@
-"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` says what works on this machine."""
+"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` says what works on this machine, ``bisect`` finds the
+pass that makes a script fail.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,20 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--steps", type=int, default=200)
     demo.add_argument("--seed", type=int, default=0)
     commands.add_parser("doctor", help="print versions, the device, and what is supported here")
+    bisect = commands.add_parser("bisect", help="find the pass and the graph that make a script fail")
+    bisect.add_argument("script")
+    bisect.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
+    bisect.add_argument("--repro", default="gradfuse_repro.py", help="the file to write")
     arguments = parser.parse_args(argv)
 
     if arguments.command == "demo":
         from .demo.train import run
 
         return run(arguments.device, arguments.dtype, arguments.steps, arguments.seed)
+    if arguments.command == "bisect":
+        from .bisect import run as bisected
+
+        return bisected(arguments.script, arguments.arguments, arguments.repro)
     from .doctor import examine
 
     return examine()

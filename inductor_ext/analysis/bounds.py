@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ..compat import statically_known_true
 from .captured_grads import constant_of, shape_of
+from .integers import exact_integers
 
 aten = torch.ops.aten
 
@@ -44,9 +45,15 @@ def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | 
 def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
     rule = _INTERVAL_RULES.get(node.target)
     value = node.meta.get("val")
-    if rule is None or node.kwargs.get("alpha", 1) != 1 or not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
         return UNBOUNDED
-    return rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
+    bounds = exact_integers(value.dtype)
+    if rule is None or node.kwargs.get("alpha", 1) != 1:
+        return bounds
+    low, high = rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
+    # What does not fit wraps, and may then be anything.
+    fits = low is not None and high is not None and bounds[0] <= low and high <= bounds[1]
+    return (low, high) if fits else bounds
 
 
 def _add(x: Interval, y: Interval) -> Interval:
@@ -184,13 +191,16 @@ def wrap_negative(graph: torch.fx.Graph, index: Node, size: Any) -> Node:
     return call(graph, aten.where.self, negative, shifted, index, like=index)
 
 
-def clamp(graph: torch.fx.Graph, index: Node, size: Any, bounds: Interval = UNBOUNDED) -> Node:
-    """``index`` wrapped and clamped into ``[0, size)``, without the steps that ``bounds`` of the index make needless."""
+def clamp(graph: torch.fx.Graph, index: Node, size: Any, operand: Any, bounds: Interval = UNBOUNDED) -> Node:
+    """``index`` wrapped and clamped into ``[0, size)``, without the steps that ``bounds`` of the index make needless.
+
+    ``operand`` is the size as the graph's ops take it: an int, or the sympy expression of a symbolic one.
+    """
     low, high = bounds
     if low is None or low < 0:
-        index = wrap_negative(graph, index, size)
+        index = wrap_negative(graph, index, operand)
         if low is None or not statically_known_true(-low <= size):
             index = call(graph, aten.maximum.default, index, 0, like=index)
     if high is None or not statically_known_true(high < size):
-        index = call(graph, aten.minimum.default, index, size - 1, like=index)
+        index = call(graph, aten.minimum.default, index, operand - 1, like=index)
     return index

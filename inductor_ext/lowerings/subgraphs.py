@@ -109,7 +109,11 @@ def expression(size: Any) -> Any:
 
 def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     """Make every read of a captured tensor stay inside it, in place."""
-    safe_reads(module, extents, lambda index, size: clamp(module.graph, index, expression(size), interval(index, extents)))
+
+    def inside(index: Node, size: Any) -> Node:
+        return clamp(module.graph, index, size, expression(size), interval(index, extents))
+
+    safe_reads(module, extents, inside)
 
 
 def is_identity(module: GraphModule) -> bool:

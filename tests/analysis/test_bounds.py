@@ -29,9 +29,23 @@ def test_a_negative_index_is_not_in_range():
     assert not in_range(node, 100, extents)
 
 
-def test_a_float_detour_is_unbounded():
+INT32 = (-(2**31), 2**31 - 1)
+
+
+def test_a_float_detour_may_be_anything_that_its_dtype_holds():
     _, node, extents = traced(lambda b, h, q, k: (q.float() * 2).to(torch.int32))
-    assert interval(node, extents) == (None, None)
+    assert interval(node, extents) == INT32
+    _, node, extents = traced(lambda b, h, q, k: (q.float() * 2).to(torch.uint8))
+    assert interval(node, extents) == (0, 255)
+
+
+def test_what_wraps_may_be_anything():
+    _, node, extents = traced(lambda b, h, q, k: (k * 300_000_000) // 300_000_000)
+    assert interval(node, extents) == (INT32[0] // 300_000_000, INT32[1] // 300_000_000)
+    _, node, extents = traced(lambda b, h, q, k: (k * 30).to(torch.int8))
+    assert interval(node, extents) == (-128, 127)
+    _, node, extents = traced(lambda b, h, q, k: (k * 3).to(torch.int8))
+    assert interval(node, extents) == (0, 30)
 
 
 LEAVES = st.sampled_from(["b", "h", "q", "k"]) | st.integers(-5, 5)

@@ -35,7 +35,7 @@ from .program import Program, unload
 HALF = (torch.bfloat16, torch.float16)
 SLACK = 1.2
 #: Draws over which the error of half precision is averaged before a program counts as wrong.
-DRAWS = 4
+DRAWS = 16
 #: Seed of the inputs.
 DRAW = 0
 
