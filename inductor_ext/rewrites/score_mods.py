@@ -58,9 +58,9 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         with gm.graph.inserting_before(node):
             _lookups(graph, done)
             _flatten_nested_indexing(graph, done)
-            score_captured = _detach_frozen(outer, graph, score_captured)
             score_captured = _compute_outside(outer, graph, score_captured, done)
             score_captured = drop_unused(graph, score_captured, done)
+            score_captured = _detach_frozen(outer, graph, score_captured)
             score_captured = _index_scalars(outer, graph, score_captured, query, done)
             _connect_score(graph, done)
             new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
