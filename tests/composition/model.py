@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 61, 32, 4, 40, 2
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 61, 64, 4, 40, 2
 EXPERTS, TOPK, BUCKETS = 4, 2, 8
 #: Relative Frobenius error of a gradient against float64.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}

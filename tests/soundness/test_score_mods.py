@@ -107,7 +107,7 @@ CASES = [
         "time_stamps_bare",
         lambda t: lambda s, b, h, q, k, time=times(t): s + t["t"][h, k // 2] + t["u"][h, k] - (time[q] - time[k]) * 0.05,
     ),
-    case("bytes_that_wrap", lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, k // 2] + (c[q] - c[k])),
+    case("bytes_that_wrap", lambda t: lambda s, b, h, q, k, c=small(t): s + t["t"][h, k // 2] + (c[q] - c[k]) * 0.02),
     case(
         "in_place_read",
         _in_place_read,
@@ -228,12 +228,14 @@ def test_an_element_of_a_computed_row_is_refused_by_name():
         attention(query).sum().backward()
 
 
-#: On a GPU Inductor computes an index in 64 bits, also where int32 would have wrapped, with any backend.
-ON_A_GPU = [c for c in CASES if c.name != "int32_that_wraps"]
+#: On a GPU Inductor computes an index in 64 bits where int32 would have wrapped, and may fuse a product into a sum, which then
+#: rounds once: what such programs read there is not what they read eagerly, with any backend.
+ELSEWHERE_ONLY = ("int32_that_wraps", "float_beyond_its_integers")
+ON_A_GPU = [c for c in CASES if c.name not in ELSEWHERE_ONLY]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=lambda c: c.name)
 def test_kernels_match_float64(case, dtype):
-    dataclasses.replace(case, dtype=dtype).check("cuda", seeds=4)
+    dataclasses.replace(case, dtype=dtype).check("cuda", seeds=16 if dtype.itemsize == 2 else 1)
