@@ -71,23 +71,22 @@ class _RoundTrips:
         kinds = [str(d).removeprefix("torch.") for d in (source, dtype_of(operand), target)]
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
-        if returned and base(result) in self._written:
-            # The cast is the value before the tensor is written to.
+        owner = base(result)
+        if returned and (owner in self._written or (owner.op == "call_function" and _escapes(owner))):
+            # The cast is the value before the tensor is written to, or it is one of two results that are two tensors.
             return
         with self.build.before(cast):
             result = copy = self.build.convert(result, target)
             moved_in_memory = value_of(result).stride() != expected.stride()
             if returned and moved_in_memory and not expected.is_contiguous():
                 return
-            if returned:
-                # A cast that is returned makes a tensor; what takes its place must not be one that somebody else holds.
+            if returned and (moved_in_memory or base(result).op != "call_function"):
+                # A cast that is returned makes a tensor; an input may not take its place.
                 layout = {"memory_format": torch.contiguous_format} if moved_in_memory else {}
                 copy = self.build.call(aten.clone.default, result, **layout)
         record(NAME, " -> ".join(kinds), "removed", f"{_bytes(operand)} bytes not written", user_line(cast))
         self.build.replace(cast, copy)
         self._erase_unused(operand)
-        if returned and not moved_in_memory and _held_once(result):
-            self.build.replace(copy, result)
         if cast_of(result) is not None:
             self.shorten(result)
 
@@ -178,22 +177,10 @@ def _reaches_output(node: Node) -> bool:
     return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
 
 
-def _held_once(node: Node) -> bool:
-    """Whether the memory of a node is made in this graph, and no other node than its one user gets at it."""
-    while len(node.users) == 1 and _times_used(node) == 1 and node.op == "call_function":
-        inner = viewed(node)
-        if inner is None:
-            return True
-        node = inner
-    return False
-
-
-def _times_used(node: Node) -> int:
-    """How often a node is an operand; the output may return it several times."""
-    used: list[Node] = []
-    for user in node.users:
-        torch.fx.node.map_arg((user.args, user.kwargs), used.append)
-    return used.count(node)
+def _escapes(node: Node) -> bool:
+    """Whether a tensor, a view or a copy of it is returned: stock may leave out the copy."""
+    passed_on = (u for u in node.users if viewed(u) is not None or u.target is aten.clone.default)
+    return any(user.op == "output" for user in node.users) or any(map(_escapes, passed_on))
 
 
 def _bytes(node: Node) -> str:

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def without_narrowing(module: GraphModule) -> GraphModule:
-    """``module`` without casts from fp32 to half precision: they were traced in the query's dtype, scores are fp32.
+    """``module`` without casts from fp32 to half precision: they were traced in the query's dtype, scores are fp32 here.
 
     Other casts become ``_to_copy``, since Inductor's own ``convert_element_type`` has no vmap rule.
     """
@@ -36,8 +36,19 @@ def without_narrowing(module: GraphModule) -> GraphModule:
         if dtype in (torch.float16, torch.bfloat16) and node.args[0].meta["val"].is_floating_point():
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+    _widen_reads(module)
     module.recompile()
     return module
+
+
+def _widen_reads(module: GraphModule) -> None:
+    """Read half-precision tensors into fp32, in which everything here is computed."""
+    for read in list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor)):
+        if read.meta["val"].dtype in (torch.float16, torch.bfloat16):
+            with module.graph.inserting_after(read):
+                wide = module.graph.call_function(aten._to_copy.default, (read,), {"dtype": torch.float32})
+            wide.meta = {**read.meta, "val": read.meta["val"].float()}
+            read.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
 
 
 def _extents(node: Node) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +210,26 @@ def check_gradients(
         allowed[name] = max(tolerance, few, SLACK * relative_error(eager[name], want[name]))
     wrong = {n: (errors[n], allowed[n]) for n in want if not errors[n] <= allowed[n]}
     assert not wrong, wrong
+
+
+def check_half(
+    model: nn.Module, compiled: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]], tolerance: float
+) -> None:
+    """As ``check_step``, the errors of half precision averaged over several batches: that of one is a draw of roundings."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for batch in batches:
+        _, want = reference(model, *batch)
+        _, eager = reference(model, *batch, dtype=next(model.parameters()).dtype)
+        model.zero_grad()
+        compiled(*batch).backward()
+        got = gradients(model)
+        assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
+        for name in want:
+            pair = relative_error(got[name], want[name]), relative_error(eager[name], want[name])
+            errors.setdefault(name, []).append(pair)
+    for name, pairs in errors.items():
+        ours, usual = (math.sqrt(sum(p[i] ** 2 for p in pairs) / len(pairs)) for i in (0, 1))
+        assert ours <= max(tolerance, SLACK * usual, FEW * (want[name].numel() <= 64)), (name, ours, usual)
 
 
 def check_step(model: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor, tolerance: float | None = None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from . import small
+from .conftest import stock_error
 
 HEADS, DIM = 2, 16
 LENGTHS = (40, 57, 100)
@@ -65,7 +66,7 @@ def test_a_block_mask_as_an_argument(device):
 
 
 @pytest.mark.parametrize("block", ["the default", "the length"])
-def test_a_block_mask_built_in_the_region(device, block):
+def test_a_block_mask_built_in_the_region(device, block, alike):
     """Finding C3; a block of the symbolic length is what transformers builds for T5."""
 
     def attention(x, bias):
@@ -74,12 +75,25 @@ def test_a_block_mask_built_in_the_region(device, block):
         mask = create_block_mask(causal, None, None, length, length, device=x.device, **size)
         return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q - k + max(LENGTHS)], block_mask=mask)
 
-    compiled = torch.compile(attention, backend="gradfuse", dynamic=True, fullgraph=True)
-    for length in LENGTHS if block == "the default" else (64, 128):
-        inputs = leaves(device, length, (HEADS, 2 * max(max(LENGTHS), 128)))
-        size = inputs[1].shape[1]
-        assert size >= 2 * length
-        check(compiled, functools.partial(_masked, offset=max(LENGTHS)), inputs)
+    def run(backend):
+        compiled = torch.compile(attention, backend=backend, dynamic=True, fullgraph=True)
+        for length in LENGTHS if block == "the default" else (64, 128):
+            inputs = leaves(device, length, (HEADS, 2 * max(max(LENGTHS), 128)))
+            size = inputs[1].shape[1]
+            assert size >= 2 * length
+            check(compiled, functools.partial(_masked, offset=max(LENGTHS)), inputs)
+
+    # On a GPU, Inductor 2.11 stops at the mask's own sums over blocks of a symbolic length, under any backend.
+    alike(run, stocks=_inductor_error if device == "cuda" else stock_error)
+
+
+def _inductor_error(run):
+    torch._dynamo.reset()
+    try:
+        run("inductor")
+    except Exception as error:
+        return error
+    return None
 
 
 def _masked(x, bias, offset):

@@ -27,7 +27,8 @@ def test_the_model(device):
 
 def test_the_model_in_half_precision(device):
     model = models.make().to(device, torch.bfloat16)
-    models.check_step(model, compiled(model), *(x.to(device) for x in models.data()), tolerance=1e-3)
+    batches = [tuple(x.to(device) for x in models.data(seed)) for seed in range(8)]
+    models.check_half(model, compiled(model), batches, tolerance=1e-3)
 
 
 def test_float64_is_exact_to_float64s_precision(device):
