@@ -496,8 +496,12 @@ def has_out_dtype_matmul(device: torch.device) -> bool:
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether a kernel on ``device`` may add a whole tile into memory by TMA (the interpreter cannot)."""
-    return device.type == "cuda" and architecture(device) >= 90
+    """Whether a kernel on ``device`` may add a whole tile into memory by TMA.
+
+    The interpreter cannot, and the launcher that ``cpp_wrapper`` writes gives a kernel no memory for its descriptors: they
+    would be written over other tensors.
+    """
+    return device.type == "cuda" and architecture(device) >= 90 and not inductor_config.cpp_wrapper
 
 
 def is_aligned(node: Any, alignment: int) -> bool:
@@ -545,9 +549,11 @@ def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
 def _unnoticed(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn``, to be traced while other threads run compiled functions.
 
-    A backward graph may be compiled at any time. The tracer marks the whole process as tracing, and a compiled function
-    that another thread calls then refuses to run.
+    A backward graph may be compiled at any time. Until torch 2.15 the tracer marks the whole process as tracing, and a
+    compiled function that another thread calls then refuses to run.
     """
+    if not hasattr(fx_symbolic_trace, "_is_fx_tracing_flag"):
+        return fn
 
     @functools.wraps(fn)
     def traced(*args: Any) -> Any:

@@ -198,8 +198,9 @@ def test_second_derivatives_are_refused_not_wrong(device):
     """AOTAutograd does not differentiate twice, stock or ours: an error and no number."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
-    (first,) = torch.autograd.grad(compiled(layer)(x, order).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
+    # Where a buffer is donated to the backward, that one is refused already.
+    with pytest.raises(RuntimeError, match="double backward|donated buffers"):
+        (first,) = torch.autograd.grad(compiled(layer)(x, order).square().sum(), x, create_graph=True)
         torch.autograd.grad(first.sum(), x)
 
 
