@@ -253,6 +253,34 @@ def mlstm_cpu_table() -> str:
     return "\n".join(lines)
 
 
+def fuzz_table() -> str:
+    """Random programs by family and device; ``fuzz.json`` is a list of what ``python -m tests.fuzz --json`` wrote."""
+    lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for run in json.loads((RESULTS / "fuzz.json").read_text()):
+        versions, settings = run["versions"], run["settings"]
+        twice = ", each twice, bitwise equal" if settings["deterministic"] else ""
+        ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
+        where = f"{versions['device']}, torch {versions['torch']}, {run['date'][:10]}, {ways}, seeds {run['seeds']}"
+        for family, counts in run["counts"].items():
+            also = counts.get("stock_crashes_too", 0) + counts.get("stock_too", 0)
+            numbers = [counts.get(key, 0) for key in ("ok", "wrong", "crash")] + [also, counts.get("discarded", 0)]
+            cells = [where, family, sum(counts.values()), *numbers]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def composition_table() -> str:
+    """How many tests of ``tests/composition`` passed, by device and number of processes."""
+    lines = ["| where | scenarios | passed | stock fails too | failed |", "|---|---|---|---|---|"]
+    for run in json.loads((RESULTS / "composition.json").read_text()).values():
+        e, outcomes = run["environment"], [row["outcome"] for row in run["rows"].values()]
+        where = f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
+        counts = [outcomes.count(o) for o in ("passed", "stock fails too", "failed")]
+        lines.append("| " + " | ".join(map(str, [where, len(outcomes), *counts])) + " |")
+    return "\n".join(lines)
+
+
 def new_figure() -> tuple[Any, Any]:
     import matplotlib
 
@@ -301,6 +329,8 @@ def main() -> None:
         "casts": casts_table,
         "mlstm": mlstm_table,
         "scan": scan_table,
+        "fuzz": fuzz_table,
+        "composition": composition_table,
     }
     for name, table in tables.items():
         content = table()

@@ -49,6 +49,7 @@ class _CacheKey(compat.CustomGraphPass):
 
     def uuid(self) -> Any:
         parts = ["gradfuse", compat.source_hash(str(Path(__file__).parent)), _templates_hash(), _option_key(self.own)]
+        parts.append(f"donated {compat.donated_buffers()}")
         for user_pass in self.users:
             uuid = getattr(user_pass, "uuid", lambda: None)()
             if uuid is None:

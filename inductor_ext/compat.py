@@ -34,6 +34,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.utils import get_donated_idxs
 from torch._inductor.virtualized import V, ops
 from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
@@ -253,6 +254,15 @@ def is_traced() -> bool:
 def trace_artifact(name: str, text: str) -> None:
     """Put a text into the structured trace, where tlparse finds it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def donated_buffers() -> list[int] | None:
+    """The saved tensors that the backward which is being compiled may overwrite.
+
+    Inductor's key of a backward graph knows nothing of them (seen in torch 2.11 to 2.15): a backward compiled under
+    ``retain_graph`` would take the code of one that overwrites what it reads, and the second call would be wrong.
+    """
+    return get_donated_idxs()
 
 
 def cacheable(functions: dict[str, str]) -> dict[str, Any]:

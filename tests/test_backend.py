@@ -7,6 +7,7 @@ import sys
 import textwrap
 from importlib.metadata import entry_points
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch._inductor.lowering import lowerings
 from torch.nn.attention.flex_attention import flex_attention
 
 import inductor_ext
-from inductor_ext import compat
+from inductor_ext import backend, compat
+from inductor_ext.options import Options
 
 from .interpreter import triton_on_cpu
 
@@ -98,6 +100,16 @@ def test_a_users_custom_pass_runs_beside_ours():
         with config.patch({slot: passes[1]}):
             torch.compile(lambda x: x.cos() + 2, backend="gradfuse")(torch.ones(3))
     assert [p.calls for p in passes] == [1, 1]
+
+
+def test_the_cache_keys_know_which_buffers_a_backward_may_overwrite():
+    """Seen on a GPU: with retain_graph=True a backward from the cache overwrote what the second one read."""
+    key = backend._CacheKey(Options(), [])
+    keys = set()
+    for donated in (None, [], [1, 2]):
+        with mock.patch.object(compat, "get_donated_idxs", lambda donated=donated: donated):
+            keys.add(key.uuid())
+    assert len(keys) == 3
 
 
 def test_disable_leaves_the_op_to_stock():

@@ -18,6 +18,7 @@ from .runner import FAMILIES, Settings, generate, run
 PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
 
 
+@pytest.mark.kernels
 def test_fresh_programs():
     first = int(os.environ.get("GRADFUSE_FUZZ_SEED") or secrets.randbelow(10**9))
     # The slow families first, so that the workers end together.
