@@ -19,7 +19,6 @@ import torch
 import torch._dynamo.utils as dynamo_utils
 import torch._inductor.config as inductor_config
 import torch._inductor.decomposition as _decomposition
-import torch.fx._symbolic_trace as fx_symbolic_trace
 import torch.nn.attention.flex_attention as _flex_module
 from torch._dynamo import eval_frame, lookup_backend, register_backend
 from torch._dynamo.backends.registry import _COMPILER_FNS
@@ -552,29 +551,23 @@ def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
     """Trace ``fn`` over fake tensors to the ATen ops that Inductor lowers, in the fake mode that the tensors carry."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    with torch.no_grad(), enable_python_dispatcher():
-        return make_fx(_unnoticed(fn), decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
+    with torch.no_grad(), enable_python_dispatcher(), _compiling():
+        return make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="real")(*args)
 
 
-def _unnoticed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, to be traced while other threads run compiled functions.
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Mark the process as compiling, as it is while Dynamo compiles a forward.
 
-    A backward graph may be compiled at any time. Until torch 2.15 the tracer marks the whole process as tracing, and a
-    compiled function that another thread calls then refuses to run.
+    A backward graph may be compiled at any time. Until torch 2.15 a tracer marks the whole process as tracing, and a
+    compiled function that another thread calls meanwhile refuses to run, unless something is being compiled.
     """
-    if not hasattr(fx_symbolic_trace, "_is_fx_tracing_flag"):
-        return fn
-
-    @functools.wraps(fn)
-    def traced(*args: Any) -> Any:
-        before = fx_symbolic_trace._is_fx_tracing_flag
-        fx_symbolic_trace._is_fx_tracing_flag = False
-        try:
-            return fn(*args)
-        finally:
-            fx_symbolic_trace._is_fx_tracing_flag = before
-
-    return traced
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:

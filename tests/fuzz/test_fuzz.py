@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from inductor_ext import backend
+from inductor_ext import backend, passes
 
 from .judge import judge
 from .program import Program
@@ -137,7 +137,7 @@ def test_a_crash_is_found():
     def broken(*args, **kwargs):
         raise ValueError("planted")
 
-    with mock.patch.object(backend.joint_graph, "rewrite", broken):
+    with mock.patch.object(passes.scatters, "rewrite", broken):
         result = judge(KNOWN["indices"])
     assert result.outcome == "crash" and "planted" in result.reason
 
