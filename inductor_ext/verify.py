@@ -59,7 +59,7 @@ def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compi
     def run(*inputs: Any) -> Any:
         if pending:
             pending.clear()
-            torch._dynamo.disable(_check)(original, compiled, compile_, own, inputs)
+            torch.compiler.disable(_check)(original, compiled, compile_, own, inputs)
         return compiled(*inputs)
 
     return run

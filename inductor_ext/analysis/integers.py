@@ -20,7 +20,8 @@ prims = torch.ops.prims
 #: The least and the greatest value, ints or symbolic integers; None where nothing bounds it.
 Range = tuple[Any, Any]
 
-_MOVES = {
+#: Ops that keep every value and their order (flattened).
+SAME_VALUES = {
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -31,6 +32,9 @@ _MOVES = {
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+}
+#: Ops whose values are some of their operand's.
+_MOVES = SAME_VALUES | {
     aten.permute.default,
     aten.transpose.int,
     aten.t.default,

@@ -19,24 +19,11 @@ import torch
 from torch.fx import Node
 
 from ..compat import guarded_true, statically_known_true
-from .integers import CASTS, SORTS, holds_integers, sorted_dim, value_range
+from .integers import CASTS, SAME_VALUES, SORTS, holds_integers, sorted_dim, value_range
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: Ops that keep every value and their order (flattened).
-_SAME_VALUES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
 _DIVISIONS = {aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default}
 _REMAINDERS = {aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar}
 
@@ -85,7 +72,7 @@ def _same(a: Any, b: Any) -> bool:
 def same_values(node: Node) -> Node:
     """The node that ``node`` is a view, copy or wide enough integer cast of, flattened order kept."""
     while True:
-        if node.target in _SAME_VALUES or (node.target in CASTS and _keeps_integers(node)):
+        if node.target in SAME_VALUES or (node.target in CASTS and _keeps_integers(node)):
             node = node.args[0]
         else:
             return node

@@ -9,7 +9,9 @@ import torch
 from torch.fx import Node
 
 from ..compat import statically_known_true
+from .integers import SAME_VALUES
 from .permutations import same_values
+from .shapes import same_sizes
 
 aten = torch.ops.aten
 
@@ -69,7 +71,7 @@ def match(node: Node) -> ScatterAdd | None:
         dim %= max(value.dim(), 1)
         rows = row_index(index, values, dim)
         others = [d for d in range(value.dim()) if d != dim]
-        if rows is not None and all(value.shape[d] == values.meta["val"].shape[d] for d in others):
+        if rows is not None and all(same_sizes([value.shape[d]], [values.meta["val"].shape[d]]) for d in others):
             return ScatterAdd(node, base, (*[None] * dim, rows), values)
     return None
 
@@ -112,16 +114,16 @@ def row_mask(mask: Node, indices: Any) -> Node | None:
         return None
     shape = index.meta["val"].shape
     dims = mask.meta["val"].shape
-    if dims[: len(shape)] != shape or not all(statically_known_true(n == 1) for n in dims[len(shape) :]):
+    if not same_sizes(dims[: len(shape)], shape) or not all(statically_known_true(n == 1) for n in dims[len(shape) :]):
         return None
     inner = same_values(mask)
-    return inner if inner.meta["val"].shape == shape else None
+    return inner if same_sizes(inner.meta["val"].shape, shape) else None
 
 
 def row_index(index: Node, values: Node, dim: int) -> Node | None:
     """The row indices [N] that ``index`` repeats along all dims of ``values`` but ``dim``."""
     expanded = index.meta["val"].shape
-    if index.target is not aten.expand.default or expanded != values.meta["val"].shape:
+    if index.target is not aten.expand.default or not same_sizes(expanded, values.meta["val"].shape):
         return None
     rows = index.args[0]
     shape = rows.meta["val"].shape
@@ -131,5 +133,7 @@ def row_index(index: Node, values: Node, dim: int) -> Node | None:
         return None
     if not all(statically_known_true(n == 1) for d, n in enumerate(shape) if d != at):
         return None
-    inner = same_values(rows)
-    return inner if inner.meta["val"].dim() == 1 else None
+    # Through views, not through casts: what comes out is an index.
+    while rows.meta["val"].dim() != 1 and rows.target in SAME_VALUES:
+        rows = rows.args[0]
+    return rows if rows.meta["val"].dim() == 1 else None

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from ..analysis.permutations import Repeated, repeated
 from ..analysis.scatter_adds import row_index
+from ..analysis.shapes import same_sizes
 from ..compat import size_hint, statically_known_true
 from ..options import Options
 from ..report import record, user_line
@@ -97,7 +98,7 @@ def _match(node: Node) -> _Region | None:
     elif node.target is aten.gather.default:
         x, dim, expanded = node.args[:3]
         index = row_index(expanded, expanded, 0) if dim == 0 else None
-        whole = index is not None and value_of(x).shape[1:] == value_of(node).shape[1:]
+        whole = index is not None and same_sizes(value_of(x).shape[1:], value_of(node).shape[1:])
     else:
         return None
     proof = repeated(index) if whole else None
@@ -118,7 +119,7 @@ def _grow(region: _Region, backward: set[Node]) -> None:
     node = region.gather
     while (node := node.next).op != "output":
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
-        from_rows = any(a in inside and value_of(a).shape == shape for a in operands)
+        from_rows = any(a in inside and same_sizes(value_of(a).shape, shape) for a in operands)
         # What the forward computes and the backward uses is saved between them, in the order it has.
         same_pass = (node in backward) == (region.gather in backward)
         if from_rows and same_pass and (_is_elementwise(node, shape, operands, inside) or _is_row_sum(node)):
@@ -130,9 +131,9 @@ def _is_elementwise(node: Node, shape: torch.Size, operands: list[Node], inside:
     pointwise = node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
     keeps_shape = node.target is torch.ops.prims.convert_element_type.default or node.target in _COPIES
     value = node.meta.get("val")
-    if not (pointwise or keeps_shape) or not isinstance(value, torch.Tensor) or value.shape != shape:
+    if not (pointwise or keeps_shape) or not isinstance(value, torch.Tensor) or not same_sizes(value.shape, shape):
         return False
-    sums = [a for a in operands if a in inside and value_of(a).shape != shape]
+    sums = [a for a in operands if a in inside and not same_sizes(value_of(a).shape, shape)]
     return not sums and all(len(value_of(a).shape) in (0, len(shape)) for a in operands)
 
 

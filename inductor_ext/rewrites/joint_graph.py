@@ -12,7 +12,8 @@ from torch.fx import Graph, Node
 
 from ..analysis.permutations import argsorted
 from ..analysis.purity import viewed
-from ..compat import detect_fake_mode, statically_known_true
+from ..analysis.shapes import same_sizes
+from ..compat import detect_fake_mode
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -179,8 +180,3 @@ def after_tangents(graph: Graph) -> set[Node]:
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two tensors are known to have one shape."""
     return same_sizes(value_of(a).shape, value_of(b).shape)
-
-
-def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal."""
-    return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))

@@ -26,10 +26,11 @@ from torch.fx import Node
 
 from ..analysis.permutations import names_once, repeated
 from ..analysis.scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask
+from ..analysis.shapes import same_sizes
 from ..compat import size_hint, uses_triton_on_cpu
 from ..options import Options
 from ..report import record, user_line
-from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, same_sizes, value_of
+from .joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
 
 NAME = "scatters"
 

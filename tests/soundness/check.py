@@ -26,7 +26,7 @@ def _widened(x):
     return x.detach().double().requires_grad_(x.requires_grad) if torch.is_tensor(x) and x.is_floating_point() else x
 
 
-def matches_eager(function, *inputs, tolerance=1e-5, options=None, dynamic=None, exact=False):
+def check_matches_eager(function, *inputs, tolerance=1e-5, options=None, dynamic=None, exact=False):
     """Assert that the rewritten graphs of ``function``, run op by op, compute what it computes eagerly.
 
     exact: eagerly on float64 inputs; dtypes are not compared then.

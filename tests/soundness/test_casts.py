@@ -4,7 +4,7 @@ import torch
 
 from tests.eager_graphs import eager_graphs
 
-from .check import matches_eager
+from .check import check_matches_eager
 
 
 def test_a_cast_before_an_input_is_written():
@@ -13,7 +13,7 @@ def test_a_cast_before_an_input_is_written():
         buffer.add_(1)
         return z
 
-    matches_eager(function, torch.randn(5, 6).bfloat16())
+    check_matches_eager(function, torch.randn(5, 6).bfloat16())
 
 
 def test_a_cast_of_a_view_before_an_input_is_written():
@@ -22,7 +22,7 @@ def test_a_cast_of_a_view_before_an_input_is_written():
         buffer.mul_(2)
         return z, z + 1
 
-    matches_eager(function, torch.randn(5, 6).bfloat16())
+    check_matches_eager(function, torch.randn(5, 6).bfloat16())
 
 
 def test_a_cast_back_after_an_input_was_written():
@@ -31,7 +31,7 @@ def test_a_cast_back_after_an_input_was_written():
         buffer.add_(1)
         return old.bfloat16()
 
-    matches_eager(function, torch.randn(5, 6).bfloat16())
+    check_matches_eager(function, torch.randn(5, 6).bfloat16())
 
 
 class _Average(torch.nn.Module):

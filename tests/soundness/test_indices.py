@@ -6,7 +6,7 @@ import torch
 from tests.eager_graphs import eager_graphs
 from tests.flex.case import relative_error
 
-from .check import matches_eager
+from .check import check_matches_eager
 
 HALF = 4e-3
 
@@ -18,7 +18,7 @@ def rows(n, c, dtype=torch.float32):
 @pytest.mark.parametrize("shape", [(8, 8), (5, 8)])
 def test_a_gather_whose_index_has_a_new_leading_dim(shape):
     """``expand`` aligns on the right: ``index[r][c]`` is ``i[c]``, no row index."""
-    matches_eager(lambda x, key: x.gather(0, key.argsort().expand(*shape)), rows(8, 8), torch.randn(8))
+    check_matches_eager(lambda x, key: x.gather(0, key.argsort().expand(*shape)), rows(8, 8), torch.randn(8))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 8)])
@@ -29,15 +29,15 @@ def test_a_scatter_whose_index_has_a_new_leading_dim(shape, unique):
     def function(x, i):
         return x.new_zeros(10, 8).scatter_add(0, i.expand(*shape), x)
 
-    matches_eager(function, rows(*shape, torch.bfloat16), index, tolerance=HALF, exact=True)
-    matches_eager(
+    check_matches_eager(function, rows(*shape, torch.bfloat16), index, tolerance=HALF, exact=True)
+    check_matches_eager(
         lambda x, key: x.new_zeros(10, 8).scatter_add(0, key.argsort().expand(*shape), x), rows(*shape), torch.randn(8)
     )
 
 
 def test_a_scatter_whose_index_is_expanded_along_its_own_dim():
     index = torch.tensor([[2]])
-    matches_eager(lambda x, i: x.new_zeros(10, 8).scatter_add(0, i.expand(5, 8), x), rows(5, 8), index)
+    check_matches_eager(lambda x, i: x.new_zeros(10, 8).scatter_add(0, i.expand(5, 8), x), rows(5, 8), index)
 
 
 @pytest.mark.parametrize("shape", [(7, 1), (1, 4), (1, 1), (4,), ()])
@@ -48,7 +48,7 @@ def test_values_that_broadcast_are_expanded(shape, unique):
         return torch.zeros(7, 4, dtype=v.dtype).index_put((index,), v, accumulate=True)
 
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, HALF)):
-        matches_eager(
+        check_matches_eager(
             function, torch.randn(shape, dtype=dtype).requires_grad_(), torch.randn(7), tolerance=tolerance, exact=True
         )
 
@@ -58,28 +58,28 @@ def test_values_that_broadcast_around_an_index_of_a_middle_dim(shape):
     def function(v, key):
         return torch.ops.aten.index_put(torch.zeros(5, 7, 3), [None, key.argsort()], v, True)
 
-    matches_eager(function, torch.randn(shape).requires_grad_(), torch.randn(7))
+    check_matches_eager(function, torch.randn(shape).requires_grad_(), torch.randn(7))
 
 
 def test_topk_indices_that_wrap_in_a_narrow_dtype():
     def function(x, key):
         return x[key.topk(60).indices.to(torch.int8).long()]
 
-    matches_eager(function, rows(1000, 4), torch.arange(1000.0))
+    check_matches_eager(function, rows(1000, 4), torch.arange(1000.0))
 
 
 def test_a_narrow_arange_that_wraps():
-    matches_eager(lambda x: x[torch.arange(200).to(torch.int8).long()], rows(200, 3))
-    matches_eager(lambda x: x[(torch.arange(200).to(torch.int8) // 2).long()], rows(200, 3))
+    check_matches_eager(lambda x: x[torch.arange(200).to(torch.int8).long()], rows(200, 3))
+    check_matches_eager(lambda x: x[(torch.arange(200).to(torch.int8) // 2).long()], rows(200, 3))
 
 
 def test_a_divisor_that_wraps_in_a_narrow_dtype():
-    matches_eager(lambda x: x[(torch.arange(100, dtype=torch.int8) % 50 // 200).long()], rows(200, 3))
+    check_matches_eager(lambda x: x[(torch.arange(100, dtype=torch.int8) % 50 // 200).long()], rows(200, 3))
 
 
 def test_an_arange_of_one_element_expanded_along_both_dims():
-    matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5)], rows(15, 3))
-    matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5).reshape(-1)], rows(5, 3))
+    check_matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5)], rows(15, 3))
+    check_matches_eager(lambda x: x[torch.arange(1)[:, None].expand(3, 5).reshape(-1)], rows(5, 3))
 
 
 def test_aranges_expanded_along_one_dim():
@@ -88,18 +88,18 @@ def test_aranges_expanded_along_one_dim():
         lambda: torch.arange(5)[None].expand(3, 5),
         lambda: torch.arange(5).expand(3, 5),
     ):
-        matches_eager(lambda x, make=make: x[make().reshape(-1)], rows(5, 3))
+        check_matches_eager(lambda x, make=make: x[make().reshape(-1)], rows(5, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.uint8, torch.int32])
 def test_a_permutation_of_a_narrow_dtype_reaches_an_index(dtype):
-    matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort()], rows(50, 3))
-    matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort() // 2], rows(25, 3))
+    check_matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort()], rows(50, 3))
+    check_matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort() // 2], rows(25, 3))
 
 
 def test_a_permutation_that_is_rounded_on_the_way():
     """bfloat16 holds integers to 256: what comes back is no permutation."""
-    matches_eager(
+    check_matches_eager(
         lambda x, key: x[key.argsort().to(torch.bfloat16).to(torch.int64).clamp(max=999)], rows(1000, 3), torch.randn(1000)
     )
 
@@ -113,3 +113,18 @@ def test_index_add_with_a_factor_is_rounded_once():
     with eager_graphs():
         got = torch.compile(function, backend="gradfuse", fullgraph=True)(b, i, s)
     assert relative_error(got, exact) <= 1.2 * relative_error(exact.bfloat16(), exact)
+
+
+def test_a_scatter_whose_narrow_index_is_widened():
+    def function(x, key):
+        return torch.zeros(12, 5).scatter_add(0, key.topk(1).indices.to(torch.int8).long()[:, None].expand(-1, 5), x)
+
+    check_matches_eager(function, rows(1, 5), torch.randn(12))
+
+
+def test_a_scatter_of_as_many_rows_as_the_data_has():
+    def function(x, mask):
+        return torch.zeros(11, 1).scatter_add(0, torch.where(mask)[0][:1].expand(4, -1), x)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check_matches_eager(function, rows(4, 1), torch.rand(12) > 0.4)
