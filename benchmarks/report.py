@@ -261,7 +261,10 @@ def fuzz_table() -> str:
         versions, settings = run["versions"], run["settings"]
         twice = ", each twice, bitwise equal" if settings["deterministic"] else ""
         ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
-        where = f"{versions['device']}, torch {versions['torch']}, {run['date'][:10]}, {ways}, seeds {run['seeds']}"
+        place = "CPU" if settings["device"] == "cpu" else versions["device"]
+        where = (
+            f"{place}, torch {versions['torch']}, {run['date'][:10]}, commit {run['commit']}, {ways}, seeds {run['seeds']}"
+        )
         for family, counts in run["counts"].items():
             also = counts.get("stock_crashes_too", 0) + counts.get("stock_too", 0)
             numbers = [counts.get(key, 0) for key in ("ok", "wrong", "crash")] + [also, counts.get("discarded", 0)]

@@ -557,7 +557,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any]) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Mark the process as compiling, as it is while Dynamo compiles a forward.
+    """Mark the process as compiling.
 
     A backward graph may be compiled at any time. Until torch 2.15 a tracer marks the whole process as tracing, and a
     compiled function that another thread calls meanwhile refuses to run, unless something is being compiled.

@@ -70,7 +70,7 @@ def test_threads_that_compile_at_once(where, what):
 def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
     """What we trace when a backward compiles must not look, to other threads, like an FX trace around their own calls.
 
-    On the CPU, stock (inductor and aot_eager) passes this. On a GPU, Inductor's own passes over a backward trace too.
+    Stock passes this on the CPU on torch 2.13. On 2.11 AOTAutograd's own traces look so, on a GPU Inductor's passes too.
     """
     other = torch.compile(lambda x: x.sin(), backend="eager")
     other(torch.ones(3))
@@ -86,7 +86,7 @@ def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
                     errors.add(repr(error))
 
         layer = small.make(device=device)
-        layer.attention.dense = backend == "inductor"
+        layer.attention.dense = backend != "gradfuse"
         thread = threading.Thread(target=call)
         thread.start()
         try:
@@ -99,8 +99,7 @@ def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
 
     def stocks(_run):
         try:
-            # On the CPU stock is known to pass: any failure is ours.
-            return run("inductor") if device == "cuda" else None
+            return run("inductor" if device == "cuda" else "aot_eager")
         except AssertionError as error:
             return error
 
