@@ -258,8 +258,8 @@ def trace_artifact(name: str, text: str) -> None:
 def donated_buffers() -> list[int] | None:
     """The saved tensors that the backward which is being compiled may overwrite.
 
-    Inductor's key of a backward graph knows nothing of them (seen in torch 2.11 to 2.15): a backward compiled under
-    ``retain_graph`` would take the code of one that overwrites what it reads, and the second call would be wrong.
+    Inductor's key of a backward graph knows nothing of them (torch 2.11 to 2.15): a backward that must keep them, for
+    ``retain_graph``, would take the code of one that overwrites what it reads, and a second call would be wrong.
     """
     return get_donated_idxs()
 
@@ -507,8 +507,8 @@ def has_out_dtype_matmul(device: torch.device) -> bool:
 def has_tma(device: torch.device) -> bool:
     """Whether a kernel on ``device`` may add a whole tile into memory by TMA.
 
-    The interpreter cannot, and the launcher that ``cpp_wrapper`` writes gives a kernel no memory for its descriptors: they
-    would be written over other tensors.
+    The interpreter cannot. Under ``cpp_wrapper`` gradients came out wrong by orders of magnitude, one tensor at a time: its
+    launcher gives a kernel no memory for its descriptors, as far as its source tells.
     """
     return device.type == "cuda" and architecture(device) >= 90 and not inductor_config.cpp_wrapper
 

@@ -103,7 +103,7 @@ def test_a_users_custom_pass_runs_beside_ours():
 
 
 def test_the_cache_keys_know_which_buffers_a_backward_may_overwrite():
-    """Seen on a GPU: with retain_graph=True a backward from the cache overwrote what the second one read."""
+    """A backward from the cache could overwrite what a second one, under retain_graph=True, reads again."""
     key = backend._CacheKey(Options(), [])
     keys = set()
     for donated in (None, [], [1, 2]):
