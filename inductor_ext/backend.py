@@ -85,7 +85,7 @@ class _OnJointGraph(_CacheKey):
 
 def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
     """Inductor's configuration for a compilation of ours."""
-    patched = {**patches, **compat.cacheable(dict.fromkeys(_FUNCTIONS, ""))}
+    patched = {**patches, **compat.cacheable(dict.fromkeys(_FUNCTIONS, ""), patches)}
     for slot, ours in (
         ("post_grad_custom_pre_pass", _CacheKey),
         ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump)),

@@ -264,13 +264,15 @@ def donated_buffers() -> list[int] | None:
     return get_donated_idxs()
 
 
-def cacheable(functions: dict[str, str]) -> dict[str, Any]:
+def cacheable(functions: dict[str, str], patches: dict[str, Any]) -> dict[str, Any]:
     """The configuration by which the caches of AOTAutograd and Inductor take graphs with these functions, and our loops.
 
-    ``functions`` gives each one's qualified name and what its behaviour depends on, which joins the keys.
+    ``functions`` gives each one's qualified name and what its behaviour depends on, which joins the keys; what the user's
+    configuration ``patches`` names stays.
     """
+    name = "unsafe_marked_cacheable_functions"
     loops = {f"{op.__module__}.{op.__name__}": "" for op in (scan_op, while_loop_op)}
-    return {"unsafe_marked_cacheable_functions": {**inductor_config.unsafe_marked_cacheable_functions, **loops, **functions}}
+    return {name: {**patches.get(name, getattr(inductor_config, name)), **loops, **functions}}
 
 
 def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:

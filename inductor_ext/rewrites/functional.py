@@ -20,6 +20,9 @@ _OPERATORS = {
 } | {operator.iand: operator.and_, operator.ior: operator.or_}
 #: Ops whose result is a view of their operand.
 _VIEWS = {"view", "view_as", "reshape", "detach", "expand", "expand_as", "squeeze", "unsqueeze", "alias", "T", "mT", "t"}
+_VIEWS |= {"flatten", "ravel", "transpose", "permute", "select", "narrow"}
+#: Ops that return their operand itself where it has the dtype and layout already.
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "positive"}
 
 
 class Impure(Exception):
@@ -77,6 +80,8 @@ def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return not any(isinstance(i, Node) for i in index)
+    if called(node) in _CASTS and isinstance(node.args[0], Node):
+        return _dtype(node) is _dtype(node.args[0])
     return called(node) in _VIEWS
 
 

@@ -72,6 +72,16 @@ def _only_without_gradient(t):
     return score_mod
 
 
+def _cast_that_is_no_copy(t):
+    def score_mod(s, b, h, q, k):
+        read = t["t"][h, k] * 1.0
+        same = read.float()
+        same.mul_(2.0)
+        return s + read * t["u"][h, k]
+
+    return score_mod
+
+
 def case(name, score_mod, dense=None, tables=None, **options):
     tables = {"t": (HEADS, LENGTH), "u": (HEADS, LENGTH)} if tables is None else tables
     return Case(name, tables, score_mod, dense or score_mod, heads=HEADS, length=LENGTH, **options)
@@ -187,6 +197,11 @@ CASES = [
         "all_that_is_learned_is_detached",
         lambda t: lambda s, b, h, q, k: s + torch.where(q > k, t["t"][h, k // 2], s * 0.5).detach() + t["u"][h, q * 0 + k],
         lambda t: lambda s, b, h, q, k: s + torch.where(q > k, t["t"][h, k // 2], s * 0.5).detach() + t["u"][h, k],
+    ),
+    case(
+        "a_cast_that_is_no_copy",
+        _cast_that_is_no_copy,
+        lambda t: lambda s, b, h, q, k: s + 2 * t["t"][h, k] * t["u"][h, k],
     ),
     case(
         "only_under_no_grad",
