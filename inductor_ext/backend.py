@@ -164,7 +164,7 @@ def gradfuse(
     original = copy.deepcopy(gm)
     compiled = _compile(gm, example_inputs, own, patches, number)
     if target is not None:
-        return repro.saving(original, compiled, Path(target), sorted(own.disable))
+        return repro.saving(original, compiled, Path(target))
 
     def again(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
         return _compile(copy.deepcopy(graph), inputs, options, patches, next(_numbers))

@@ -19,11 +19,19 @@ import torch
 import torch.fx._symbolic_trace
 from math import inf, nan
 from torch import device
+
+
+def call_flex_attention(query, key, value, score_mod, block_mask, scale, options, captured=(), mask_captured=()):
+    """The op as Dynamo takes it: what is captured is in the closures."""
+    score = lambda *indices: score_mod(*indices, *captured)
+    mask = lambda *indices: block_mask[-1](*indices, *mask_captured)
+    mask_operand = (*block_mask[:-1], mask)
+    return torch.ops.higher_order.flex_attention(query, key, value, score, mask_operand, scale, options)
 '''
 
 _TAIL = """
 inputs = torch.load({inputs!r}, weights_only=False)
-torch.compile({name}(), backend="gradfuse", options={{"verify": True, "disable": {disable!r}}})(*inputs)
+torch.compile({name}(), backend="gradfuse", options={{"verify": True}})(*inputs)
 print("It computes what it should.")
 """
 
@@ -33,12 +41,13 @@ def source(gm: GraphModule, name: str = "Model") -> str:
     children = [(target, child) for target, child in gm.named_children() if isinstance(child, GraphModule)]
     classes = [source(child, f"{name}_{target}") for target, child in children]
     made = "".join(f"\n        self.{target} = {name}_{target}()" for target, _ in children)
-    code = gm.graph.python_code("self").src
+    # With its captured tensors as operands the op stands only behind Dynamo, which is to trace the file again.
+    code = gm.graph.python_code("self").src.replace("torch.ops.higher_order.flex_attention(", "call_flex_attention(")
     init = f"    def __init__(self):\n        super().__init__(){made}\n"
     return "\n\n".join([*classes, f"class {name}(torch.nn.Module):\n{init}\n{textwrap.indent(code.strip(), '    ')}\n"])
 
 
-def saving(gm: GraphModule, compiled: Callable[..., Any], path: Path, disable: list[str]) -> Callable[..., Any]:
+def saving(gm: GraphModule, compiled: Callable[..., Any], path: Path) -> Callable[..., Any]:
     """``compiled``, which is made of ``gm`` and whose first call writes the file and its inputs."""
     pending = [True]
 
@@ -49,7 +58,7 @@ def saving(gm: GraphModule, compiled: Callable[..., Any], path: Path, disable: l
             data = path.with_suffix(".pt").absolute()
             copies = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
             torch.save(copies, data)
-            tail = _TAIL.format(inputs=str(data), name="Model", disable=disable)
+            tail = _TAIL.format(inputs=str(data), name="Model")
             path.write_text(f"{_HEAD}\n\n{source(gm)}\n{tail}")
         return compiled(*inputs)
 
