@@ -135,9 +135,10 @@ def _compile(
     dump = Dump(own.dump, number)
     passes.run("dynamo", gm, own, dump)
     with compat.without_caches() if own.dump is not None else contextlib.nullcontext():
-        return compat.compile_fx(
+        compiled = compat.compile_fx(
             gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
         )
+        return compat.serializable(compiled)
 
 
 def gradfuse(

@@ -605,6 +605,20 @@ def without_caches() -> Iterator[None]:
         yield
 
 
+def serializable(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``compile_fx`` returned, as ``aot_compile`` wants it while that precompiles a function.
+
+    torch 2.11 wraps only what its own backends return; later ones wrap whatever can be serialized, as this does.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+
+    precompiling = functorch_config.bundled_autograd_cache and functorch_config.bypass_autograd_cache_key
+    if not precompiling or isinstance(compiled, SerializableCallable) or getattr(compiled, "serialize", None) is None:
+        return compiled
+    return BundledAOTAutogradSerializableCallable(compiled)
+
+
 @contextlib.contextmanager
 def deterministic_lowerings(wanted: bool) -> Iterator[None]:
     """Lower what surrounds our kernels (the gradient of a gather) as under ``torch.use_deterministic_algorithms(True)``."""
