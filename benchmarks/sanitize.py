@@ -157,8 +157,14 @@ def main() -> int:
     runs = [(tool, part) for tool in TOOLS for part in PROGRAM]
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(6) as pool:
-        rows = list(pool.map(lambda run: _under(*run, variables, arguments.limit), runs))
+    gpus = torch.cuda.device_count()
+
+    def one(number: int) -> dict[str, Any]:
+        mine = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus > 1 else {}
+        return _under(*runs[number], {**variables, **mine}, arguments.limit)
+
+    with ThreadPoolExecutor(6 * gpus) as pool:
+        rows = list(pool.map(one, range(len(runs))))
     for row in rows:
         print(row["tool"], row["part"], row["summary"], row.get("output", "")[:1500])
     if arguments.out:

@@ -45,7 +45,8 @@ def run_session(device: str, world: int, names: list[str], folder: Path) -> None
     """Run the scenarios in ``world`` processes; ends within START + EACH a scenario, whatever they do."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.composition.worker", "--world", str(world)]
     command += ["--device", device, "--folder", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(world):
         with open(folder / f"log.{rank}", "w") as log:
