@@ -140,6 +140,7 @@ def _under(tool: str, part: str, environment: dict[str, str], limit: int) -> dic
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--program", choices=PROGRAM)
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="all of them without this")
     parser.add_argument("--out")
     parser.add_argument("--limit", type=int, default=150, help="seconds a tool and part")
     arguments = parser.parse_args()
@@ -154,7 +155,7 @@ def main() -> int:
     warm = [subprocess.Popen([sys.executable, "-m", "benchmarks.sanitize", "--program", p], env=variables) for p in PROGRAM]
     if any(process.wait() for process in warm):
         return 1
-    runs = [(tool, part) for tool in TOOLS for part in PROGRAM]
+    runs = [(tool, part) for tool in arguments.tool or TOOLS for part in PROGRAM]
     from concurrent.futures import ThreadPoolExecutor
 
     gpus = torch.cuda.device_count()

@@ -111,6 +111,7 @@ def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
             scope.enter_context(compat.scans_allowed(gm))
             scope.enter_context(compat.deterministic_lowerings(own.deterministic))
             scope.enter_context(compat.override_lowerings(lowerings.table(own)))
+            scope.enter_context(compat.masks_in_registers())
             if gathers.needs_tuning(gm):
                 scope.enter_context(compat.inductor_config.patch(max_autotune_pointwise=True))
             compiled = compat.compile_fx_inner(gm, example_inputs, **kwargs)

@@ -73,6 +73,7 @@ __all__ = [
     "lookup_backend",
     "lowerings",
     "make_template",
+    "masks_in_registers",
     "ops",
     "override_lowerings",
     "realize",
@@ -301,6 +302,33 @@ def override_lowerings(table: dict[Any, Callable[..., Any]]) -> Iterator[None]:
                 lowerings[op] = lowering
 
 
+@contextlib.contextmanager
+def masks_in_registers() -> Iterator[None]:
+    """Inside the block Inductor's Triton masks a value that a kernel reads of what it computed itself.
+
+    Before 2.15 it leaves that to a load, and there is none: ``pad(softmax(x)[:-1], (0, 1)).sum()`` comes out as 1.
+    """
+    from torch._inductor.codegen.triton import TritonKernelOverrides
+    from torch._inductor.codegen.triton import ops as triton_ops
+
+    stock = TritonKernelOverrides.masked
+    if "store_cache" in stock.__code__.co_names:
+        yield
+        return
+
+    def masked(mask: Any, body: Any, other: Any) -> Any:
+        (output,) = body.graph.find_nodes(op="output")
+        kept = any(a.target == "load" and a.args[1] in V.kernel.cse.store_cache for a in output.args)
+        result = stock(mask, body, other)
+        return triton_ops.where(mask, result, triton_ops.constant(other, result.dtype)) if kept else result
+
+    TritonKernelOverrides.masked = staticmethod(masked)
+    try:
+        yield
+    finally:
+        TritonKernelOverrides.masked = staticmethod(stock)
+
+
 def uses_triton_on_cpu() -> bool:
     """Whether Inductor emits Triton for CPU tensors (the interpreter harness does)."""
     return inductor_config.cpu_backend == "triton"
@@ -379,6 +407,16 @@ def realize(nodes: Sequence[Any]) -> list[Any]:
             with contextlib.suppress(NotImplementedError):
                 node.freeze_layout()
     return out
+
+
+def stored(x: Any) -> Any:
+    """An IR node whose value is in a buffer of its own, which what reads it loads and does not compute anew."""
+    x.realize()
+    buffer = x.data.data
+    if isinstance(buffer, ir.ComputedBuffer):
+        # Without this, one that is computed of positions alone is put into what reads it, as a sympy expression.
+        buffer._force_realize = True
+    return x
 
 
 def _by_pointer(node: Any) -> Any:

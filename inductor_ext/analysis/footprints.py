@@ -126,6 +126,7 @@ _CONSTANT = frozenset({"full", "full_like", "ones_like", "zeros_like", "new_full
 _CASTS = names(
     "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
 )
+_NARROW_CASTS = names("char byte short half bfloat16")
 #: Dtypes of which sums and products are followed. A float's are exact within the integers that it represents.
 _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
 #: What a position is below where its length is symbolic: positions are 32-bit integers, and the sum of two does not wrap.
@@ -139,7 +140,39 @@ def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node,
     tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact. ``extents`` are the lengths of
     the ranges of b, h, q and k; one that is no int is not known.
     """
+    return {node: value.footprint for node, value in _interpret(graph, Ranges(extents)).items()}
+
+
+def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[Node]:
+    """The nodes of a score_mod graph that wrap or round integers, or may do so: they differ from the same in the integers.
+
+    These are results of 8 or 16 bits that nothing bounds, and polynomials in the positions beyond their dtype. Single
+    precision is not among them, since no position is beyond what it represents.
+    """
     ranges = Ranges(extents)
+    values = _interpret(graph, ranges)
+    return {node for node, value in values.items() if _may_differ(node, value, values, ranges)}
+
+
+def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: Ranges) -> bool:
+    dtype = _dtype(node)
+    integers = [n for n in node.all_input_nodes if n in values and not _is_float(n)]
+    if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers:
+        return False
+    if dtype.itemsize <= 2:
+        polynomial = values[integers[0]].polynomial if name_of(node) in _CASTS | _NARROW_CASTS else None
+        return polynomial is None or not ranges.fits(polynomial, dtype)
+    of_positions = value.polynomial is not None and value.polynomial.free_symbols <= {B, H, Q, K}
+    return not _is_float(node) and of_positions and not ranges.fits(value.polynomial, dtype)
+
+
+def _is_float(node: Node) -> bool:
+    dtype = _dtype(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
+    """The abstract value of every node; ``ranges`` learns the range of every new symbol."""
     score, b, h, q, k, *captured = graph.find_nodes(op="placeholder")
     values = {
         score: _Value(Footprint(score=True)),
@@ -160,7 +193,7 @@ def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node,
                 ranges.add(atom, _dtype(node))
                 value = value._replace(polynomial=atom)
             values[node] = value
-    return {node: value.footprint for node, value in values.items()}
+    return values
 
 
 def name_of(node: Node) -> str:

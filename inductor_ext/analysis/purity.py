@@ -57,7 +57,7 @@ def viewed(node: Node) -> Node | None:
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        return viewed(node.args[0])
+        return node.args[0] if viewed(node.args[0]) is not None else None
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     # ``_unsafe_view`` claims none, but shares memory once Inductor has lowered it.

@@ -46,6 +46,7 @@ def table(own: Options) -> dict[Any, Callable[..., Any]]:
         torch.ops.gradfuse.scan_backward.default: scan_backward.lower,
         torch.ops.gradfuse.scan_forward.default: scan_forward.lower,
         torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
+        torch.ops.gradfuse.stored.default: compat.stored,
     }
     if own.enabled("mlstm"):
         ours[torch.ops.gradfuse.mlstm_tiles.default] = mlstm.lower_forward

@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import ops  # noqa: F401  (registers gradfuse::depend)
 from ..analysis.diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from ..analysis.expressions import expression
-from ..analysis.footprints import Footprint, Positions, footprints, join_all, name_of, names
+from ..analysis.footprints import Footprint, Positions, footprints, inexact_integers, join_all, name_of, names
 from ..analysis.purity import called
 from ..compat import flex_attention_hop
 from ..options import Options
@@ -84,6 +84,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         query,
         key,
         dict(zip(placeholders(graph)[5:], captured, strict=True)),
+        inexact_integers(graph, _extents(query, key)),
         masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
     )
     hoist = _Hoist(graph, footprints(graph, _extents(query, key)), list(captured), tables)

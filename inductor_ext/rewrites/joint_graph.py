@@ -155,10 +155,11 @@ class Builder:
         device = value_of(permutation).device
         length = self.product(self.sizes(permutation, range(value_of(permutation).dim())))
         flat = permutation if value_of(permutation).dim() == 1 else self.call(aten.view.default, permutation, [length])
-        places = self.call(
-            prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
-        )
-        return self.call(torch.ops.gradfuse.place_rows.default, places, flat)
+        return self.call(torch.ops.gradfuse.place_rows.default, self.count(length, device), flat)
+
+    def count(self, length: Any, device: torch.device) -> Node:
+        """0, 1, ..., length - 1, int64."""
+        return self.call(prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)
 
 
 def copy_meta(source: Node, target: Node) -> None:

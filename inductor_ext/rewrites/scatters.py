@@ -55,7 +55,7 @@ def rewrite(build: Builder, own: Options) -> None:
         return
     rewriter = _Rewriter(build, own.deterministic)
     for node in list(build.graph.nodes):
-        found = match(node)
+        found = match(node) or rewriter.by_places(node)
         if found is not None:
             rewriter.scatter(found)
         elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
@@ -88,6 +88,29 @@ class _Rewriter:
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
                 self._replace(found.node, *result)
+
+    def by_places(self, node: Node) -> ScatterAdd | None:
+        """An element-wise sum that has to be deterministic on a GPU, as a scatter with an index for each dim."""
+        if not self.deterministic or not _adds_elements(node):
+            return None
+        value = value_of(node)
+        if not value.dim() or not _has_triton(value.device):
+            return None
+        base, dim, index, source = node.args[:4]
+        dim %= value.dim()
+        with self.build.before(node):
+            sizes = self.build.sizes(index, range(value.dim()))
+            if node.kwargs.get("include_self", True) is not True and not is_zero(base):
+                base = self.build.call(aten.scatter.value, base, dim, index, 0)
+            for d, size in enumerate(sizes):
+                if not same_sizes([value_of(index).shape[d]], [value_of(source).shape[d]]):
+                    source = self.build.call(aten.slice.Tensor, source, d, 0, size)
+            counted = [self.build.count(size, value.device) for size in sizes]
+            along = [[-1 if a == d else 1 for a in range(value.dim())] for d in range(value.dim())]
+            indices = [
+                index if d == dim else self.build.call(aten.view.default, counted[d], along[d]) for d in range(value.dim())
+            ]
+        return ScatterAdd(node, base, tuple(indices), source)
 
     def same_op_in_fp32(self, node: Node) -> None:
         """Compute an element-wise scatter of half precision in fp32."""
@@ -125,8 +148,7 @@ class _Rewriter:
 
     def _segmented(self, found: ScatterAdd) -> _Found | None:
         """On a GPU, where it is faster than atomics or wanted: sort the index, add the values of each row in order."""
-        device = value_of(found.node).device
-        if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
+        if not _has_triton(value_of(found.node).device):
             return None
         values, masked = narrow_source(found.values)
         left_out = row_mask(masked, found.indices) if masked is not None else None
@@ -205,10 +227,22 @@ class _Rewriter:
 
     def _like_first(self, index: Node, found: ScatterAdd) -> Node:
         """An index with the shape that all of them broadcast to."""
-        shape = _index_shape(found)
         if all(same_shape(index, other) for other in found.indexed):
             return index
-        return self.build.call(aten.expand.default, index, list(shape))
+        return self.build.call(aten.expand.default, index, self._index_sizes(found))
+
+    def _index_sizes(self, found: ScatterAdd) -> list[Any]:
+        """The shape that all indices broadcast to; a symbolic size is a node, of an index that has it."""
+
+        def size(dim: int, n: Any) -> Any:
+            for index in () if isinstance(n, int) else found.indexed:
+                at = dim - len(shape) + value_of(index).dim()
+                if at >= 0 and same_sizes([value_of(index).shape[at]], [n]):
+                    return self.build.size(index, at)
+            return n
+
+        shape = _index_shape(found)
+        return [size(dim, n) for dim, n in enumerate(shape)]
 
     def _by_row(self, found: ScatterAdd, values: Node) -> Node:
         """Values [*before, *index, *after] as [N, *before, *after], a row for each element of the index."""
@@ -217,7 +251,7 @@ class _Rewriter:
         sizes = self.build.sizes(found.base, dims)
         if len(shape) == 1 and found.dim == 0 and same_sizes(value_of(values).shape, _values_shape(found)):
             return values
-        index_sizes = [n if isinstance(n, int) else self.build.size(found.indexed[0], d) for d, n in enumerate(shape)]
+        index_sizes = self._index_sizes(found)
         full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
         values = self.build.call(aten.expand.default, values, full)
         places = range(found.dim, found.dim + len(shape))
@@ -299,6 +333,17 @@ class _Rewriter:
         if result is not total:
             self.rounded[result] = total
         self.build.replace(node, result)
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and uses_triton_on_cpu())
+
+
+def _adds_elements(node: Node) -> bool:
+    """Whether a node adds floating-point elements at places of their own along one dim."""
+    if node.target not in _SAME_OP_IN_FP32 or not value_of(node).is_floating_point():
+        return False
+    return node.target is aten.scatter_add.default or node.args[4] == "sum"
 
 
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:

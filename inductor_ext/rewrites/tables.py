@@ -26,7 +26,8 @@ class Tables:
 
     outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
     captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
-    masked: a mask may hide positions whose index is out of range, so that lookups must not assert.
+    inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
+    range, so that lookups must not assert.
     operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of them hold one.
     """
 
@@ -35,6 +36,7 @@ class Tables:
     query: Node
     key: Node
     captured: dict[Node, Any]
+    inexact: set[Node]
     masked: bool
     operands: list[Node] = field(default_factory=list)
     diagonals: dict[Node, Positions] = field(default_factory=dict)
@@ -174,6 +176,8 @@ class Tables:
                 if fake_tensor(n).dim() == 0:
                     inputs[n] = self.outer.function(torch.unsqueeze, inputs[n], -1)
             copied = self.outer.copy(node, lambda n: inputs[n])
+            if node in self.inexact:
+                copied = self.outer.function(torch.ops.gradfuse.stored.default, copied)
             done[node] = copied if node.all_input_nodes else self._one_element(copied)
         return done[node]
 

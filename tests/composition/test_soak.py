@@ -61,8 +61,11 @@ def soak(device, steps, allowed, **options):
     counters.clear()
     marks = {}
 
+    # Two steps of one length, since the tokens of a step are still there when it has ended.
+    last = steps - 1 - (steps - 1 - SETTLED) % len(LENGTHS)
+
     def seen(step):
-        if step in (SETTLED, steps - 1):
+        if step in (SETTLED, last):
             marks[step] = counters["stats"]["unique_graphs"], memory(device)
 
     losses = train(model, compiled, steps, device, seen)

@@ -17,6 +17,10 @@ aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
+#: The largest absolute score of each attention that the references computed since the list was cleared.
+largest_score: list[float] = []
+
+
 class _Attend(torch.autograd.Function):
     """softmax(scores) @ value and the logsumexp, with the roundings of a flash kernel: see ``Case.rounded_once``."""
 
@@ -105,6 +109,7 @@ def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
             # A score_mod may change its score in place.
             scores = _over_grid(score_mod, scores.clone(), sizes, query.device)
         scores = scores.expand(sizes)
+        largest_score.append(float(scores.detach().masked_fill(scores.isinf(), 0.0).abs().amax()) if scores.numel() else 0.0)
         if block_mask is not None:
             allowed = _over_grid(block_mask.mask_mod, None, sizes, query.device)
             scores = scores.masked_fill(~allowed, -math.inf)

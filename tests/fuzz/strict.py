@@ -78,8 +78,10 @@ def judge_strictly(program: Program, mode: str, device: str) -> judging.Result:
     found = _compare(program, got, eager, mode)
     if not found:
         return judging.Result("ok")
+    # What Inductor generates drops a rounding between two casts; its graphs do only where one cast follows the other.
+    rounding = all(k.startswith("value") for k in found) and not _compare(program, got, eager, "compiled")
     try:
-        (stock,) = judging._compiled(program, device, mode, True, [judging.DRAW])
+        (stock,) = judging._compiled(program, device, "compiled" if rounding else mode, True, [judging.DRAW])
     except Exception as error:
         return judging.Result("wrong", f"{found} (stock raises {judging.one_line(error)})"[:300])
     unlike_stock = _compare(program, got, stock, mode)

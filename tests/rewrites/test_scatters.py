@@ -227,6 +227,59 @@ def test_deterministic_without_proof(function, dtype):
     assert relative_error(got, want) <= 1.2 * relative_error(once.to(dtype), want) + 1e-7
 
 
+def elements_onto_x(x, chosen):
+    """Every column has places of its own, each named by several rows."""
+    places = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
+    return x.scatter_add(0, places[:-5, :-3], x.detach()) * x
+
+
+def elements_instead_of_x(x, chosen):
+    places = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
+    return x.scatter_reduce(0, places, x * x, "sum", include_self=False)
+
+
+def elements_by_a_row_of_places(x, chosen):
+    """``expand`` aligns on the right: every row names the same places."""
+    return x.scatter_add(0, (chosen[:WIDTH] % 6).expand(TOKENS, -1), x * x)
+
+
+ELEMENTS = [gather_of_elements, elements_onto_x, elements_instead_of_x, elements_by_a_row_of_places]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("function", ELEMENTS, ids=lambda f: f.__name__)
+def test_deterministic_element_by_element(function, dtype):
+    """Sums whose places differ from column to column are sorted by place, in the forward and in the backward."""
+    x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
+    weight = torch.randn(function(x, chosen).shape).to(dtype).float()
+    options = {"deterministic": True}
+    with triton_on_cpu(), compat.without_caches(), inductor_ext.report.collect() as report:
+        got = gradients(torch.compile(function, backend="gradfuse", fullgraph=True, options=options), x, chosen, weight)
+    assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {"segments"}
+    want, once = gradients(function, x.double(), chosen, weight.double()), gradients(function, x.float(), chosen, weight)
+    for mine, exact, rounded in zip(got, want, once, strict=True):
+        assert relative_error(mine, exact) <= 1.2 * relative_error(rounded.to(dtype), exact) + 1e-7
+
+
+@INTERPRETED
+def test_indices_of_a_symbolic_length_that_broadcast():
+    """The size of a dim comes from an index that has it, not from one that is expanded along it."""
+
+    def grid(x, rows, columns):
+        return x[rows[:, None], columns[None]]
+
+    compiled = torch.compile(grid, backend="gradfuse", dynamic=True, options={"deterministic": True})
+    with triton_on_cpu():
+        for length in (20, 33):
+            x = torch.randn(length, 2 * length, requires_grad=True)
+            rows, columns = torch.randint(0, length, (length + 3,)), torch.randint(0, length, (5 * length,))
+            (got,) = torch.autograd.grad(compiled(x, rows, columns).sin().sum(), x)
+            exact = x.detach().double().requires_grad_()
+            (want,) = torch.autograd.grad(grid(exact, rows, columns).sin().sum(), exact)
+            assert relative_error(got, want) < 1e-6
+
+
 def test_can_be_disabled():
     x, chosen = torch.randn(TOKENS, WIDTH).bfloat16(), routing()
     torch._dynamo.reset()

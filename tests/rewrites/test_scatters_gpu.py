@@ -9,7 +9,7 @@ import torch
 
 from tests.flex.case import relative_error
 
-from .test_scatters import PATHS, TOKENS, WIDTH, embedded, gradients, routing
+from .test_scatters import ELEMENTS, PATHS, TOKENS, WIDTH, embedded, gradients, routing
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,18 @@ def test_deterministic_is_bitwise_equal_over_ten_runs(function, dtype):
     _, want = gradients(function, x.double(), chosen, weight.double())
     _, once = gradients(function, x.float(), chosen, weight)
     assert relative_error(first, want) <= 1.2 * relative_error(once.to(dtype), want) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("function", ELEMENTS, ids=lambda f: f.__name__)
+def test_deterministic_element_by_element(function, dtype):
+    compiled, x, chosen, weight = on_gpu(function, dtype, deterministic=True)
+    first = gradients(compiled, x, chosen, weight)
+    for _ in range(9):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(compiled, x, chosen, weight), strict=True))
+    want, once = gradients(function, x.double(), chosen, weight.double()), gradients(function, x.float(), chosen, weight)
+    for mine, exact, rounded in zip(first, want, once, strict=True):
+        assert relative_error(mine, exact) <= 1.2 * relative_error(rounded.to(dtype), exact) + 1e-6
 
 
 @pytest.mark.parametrize("rows", [64, 3000])

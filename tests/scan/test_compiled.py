@@ -94,6 +94,30 @@ def test_against_a_loop(combine, device):
     check(combine, xs, compiled(combine)(*xs), range(len(xs)))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_captured_number_of_one_sequence(device, reverse):
+    """Its gradient is a sum over all steps but the first, which the kernel of the scan also adds up."""
+
+    def along(x, c):
+        x = x.flip(0) if reverse else x
+        if x.is_cuda:
+            y = associative_scan(lambda a, b: a + b + c, x, 0, combine_mode="pointwise")
+        else:
+            (y,) = associative_scan_hop(lambda a, b, c: [a + b + c], [x], (c,))
+        return y.flip(0) if reverse else y
+
+    x, c = torch.randn(64, device=device, requires_grad=True), torch.tensor(0.9, device=device, requires_grad=True)
+    weight = torch.randn(64, device=device)
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(along, backend="gradfuse", fullgraph=True)(x, c), (x, c), weight)
+    exact = [x.detach().double().requires_grad_(), c.detach().double().requires_grad_()]
+    turned = exact[0].flip(0) if reverse else exact[0]
+    wanted = turned.cumsum(0) + torch.arange(64, device=device) * exact[1]
+    want = torch.autograd.grad(wanted.flip(0) if reverse else wanted, exact, weight.double())
+    for mine, right in zip(got, want, strict=True):
+        assert relative_error(mine, right) < 1e-6
+
+
 @pytest.mark.parametrize("combine", [gated, total], ids=lambda f: f.__name__)
 def test_dynamic_lengths(combine, device):
     run = compiled(combine, dynamic=True)

@@ -71,6 +71,19 @@ def test_a_view_of_a_cast_that_is_returned_is_no_view_of_the_input():
     assert storages(lambda x: (x[1:].float().bfloat16(), x + 1), x) == [0, 1, 2]
 
 
+def test_a_part_of_a_cast_that_is_cast_again_is_no_view_of_the_input():
+    def function(x):
+        wide = x.double()
+        return wide.bfloat16().split(2)[-1].float().t().bfloat16(), wide
+
+    assert storages(function, torch.randn(4, 5).bfloat16()) == [0, 1, 2]
+
+
+def test_a_cast_that_rounds_between_two_that_do_not():
+    """Two casts made one would put the rounding where stock's passes of torch 2.11 drop it."""
+    check_matches_eager(lambda x: x[0].float().half().to(torch.float32).double(), torch.randn(4, 4).double())
+
+
 def test_two_outputs_of_equal_values_are_two_tensors():
     def function(x):
         narrow = x.bfloat16()

@@ -75,7 +75,7 @@ def _only_without_gradient(t):
 def _cast_that_is_no_copy(t):
     def score_mod(s, b, h, q, k):
         read = t["t"][h, k] * 1.0
-        same = read.float()
+        same = read.to(read.dtype)
         same.mul_(2.0)
         return s + read * t["u"][h, k]
 
@@ -204,6 +204,22 @@ CASES = [
         lambda t: lambda s, b, h, q, k: s + 2 * t["t"][h, k] * t["u"][h, k],
     ),
     case(
+        "narrow_casts_of_a_distance",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (k - q).to(torch.uint8).long() % LENGTH],
+    ),
+    case(
+        "differences_of_narrow_positions",
+        lambda t: (
+            lambda s, b, h, q, k: (
+                s + t["t"][h, ((k * 37).to(torch.int8) - (q * 11).to(torch.int8)).long() % LENGTH] * t["u"][h, k]
+            )
+        ),
+    ),
+    case(
+        "narrow_casts_of_a_row",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (q * 37).to(torch.int8).long() % 7] * t["u"][h, k].exp(),
+    ),
+    case(
         "only_under_no_grad",
         _only_without_gradient,
         lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 2].detach() + t["u"][h, k],
@@ -230,6 +246,13 @@ CASES = [
 def test_graphs_match_float64(case):
     with eager_graphs():
         case.check("cpu")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", [c for c in CASES if "narrow" in c.name], ids=lambda c: c.name)
+def test_generated_code_matches_float64(case):
+    """Inductor follows positions through casts in the integers, so an expression that leaves the kernel says where it wraps."""
+    case.check("cpu")
 
 
 def test_an_element_of_a_computed_row_is_refused_by_name():
