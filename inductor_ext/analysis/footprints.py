@@ -157,13 +157,19 @@ def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[
 def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: Ranges) -> bool:
     dtype = _dtype(node)
     integers = [n for n in node.all_input_nodes if n in values and not _is_float(n)]
-    if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers:
+    if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers or _reads(node):
         return False
-    if dtype.itemsize <= 2:
-        polynomial = values[integers[0]].polynomial if name_of(node) in _CASTS | _NARROW_CASTS else None
+    cast = name_of(node) in _CASTS | _NARROW_CASTS
+    if dtype.itemsize <= 2 and (cast or not _is_float(node)):
+        polynomial = values[integers[0]].polynomial if cast else None
         return polynomial is None or not ranges.fits(polynomial, dtype)
     of_positions = value.polynomial is not None and value.polynomial.free_symbols <= {B, H, Q, K}
     return not _is_float(node) and of_positions and not ranges.fits(value.polynomial, dtype)
+
+
+def _reads(node: Node) -> bool:
+    """Whether a node is an element of a tensor."""
+    return node.target is operator.getitem or name_of(node) in ("index", "mod_index")
 
 
 def _is_float(node: Node) -> bool:
@@ -240,7 +246,7 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
     if node.op == "get_attr":
         return _Value(NOTHING)
     name = name_of(node)
-    if node.target is operator.getitem or name in ("index", "mod_index"):
+    if _reads(node):
         scalar = all(isinstance(i, (int, Node)) for i in _indices(node))
         # An element of a vector that is computed for each position could not be read outside.
         captured = isinstance(node.args[0], Node) and node.args[0].op == "placeholder"

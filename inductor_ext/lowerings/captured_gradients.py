@@ -307,10 +307,15 @@ def _inline(
 
 
 def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
-    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order."""
+    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order.
+
+    Both positions are among the indices, even of one query or key: what is not indexed by them is summed, and added.
+    """
     if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
         return False
     indices = contributions[0].indices
+    if not all(position in indices for position in list(ranges)[2:]):
+        return False
     whole = all(compat.statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
     rest = [n for position, n in ranges.items() if position not in indices]
     return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)

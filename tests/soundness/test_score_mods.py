@@ -1,14 +1,19 @@
 """score_mods for which a rewrite was wrong once: dtypes, ranges, in-place operations, gradient modes."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from inductor_ext import report
 from tests.eager_graphs import eager_graphs
-from tests.flex.case import Case
+from tests.flex.case import Case, relative_error
+from tests.interpreter import INTERPRETED, triton_on_cpu
+
+DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 HEADS, LENGTH = 2, 24
 
@@ -217,7 +222,7 @@ CASES = [
     ),
     case(
         "narrow_casts_of_a_row",
-        lambda t: lambda s, b, h, q, k: s + t["t"][h, (q * 37).to(torch.int8).long() % 7] * t["u"][h, k].exp(),
+        lambda t: lambda s, b, h, q, k: s * t["t"][h, (q * 37).to(torch.int8).long() % 7] + t["u"][h, k],
     ),
     case(
         "only_under_no_grad",
@@ -246,6 +251,27 @@ CASES = [
 def test_graphs_match_float64(case):
     with eager_graphs():
         case.check("cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_number_a_head_of_one_query_and_one_key(device):
+    """A gradient that is added to starts at zero, also where there is only one score to add."""
+    query, key, value = (torch.randn(2, HEADS, 1, 16, device=device) for _ in range(3))
+    query.requires_grad_()
+    table = torch.randn(2, HEADS, device=device, requires_grad=True)
+
+    def attention(table):
+        aux = AuxRequest(lse=True)
+        return flex_attention(query, key, value, score_mod=lambda s, b, h, q, k: s + table[b, h] * s, return_aux=aux)
+
+    torch._dynamo.reset()
+    with triton_on_cpu() if device == "cpu" else contextlib.nullcontext(), report.collect() as seen:
+        _, aux = torch.compile(attention, backend="gradfuse", fullgraph=True)(table)
+        (got,) = torch.autograd.grad(aux.lse.sum(), table)
+    want = (query.double() * key.double()).sum((-1, -2)) / 4
+    assert relative_error(got, want) < 1e-5
+    (backward,) = (d.why for d in seen.decisions if d.pass_name == "flex_attention_backward")
+    assert "summed in registers" in backward and "one writer" not in backward
 
 
 @pytest.mark.kernels
