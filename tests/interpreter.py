@@ -125,9 +125,23 @@ def _in_large_blocks(init):
     return call
 
 
+def _of_garbage(empty_strided):
+    """New memory that holds no zeros, so that reading what nothing wrote is seen."""
+
+    def call(size, stride, dtype):
+        made = empty_strided(size, stride, dtype)
+        if made.numel() and not made.is_complex():
+            made.fill_(math.nan if made.is_floating_point() else dtype is torch.bool or 101)
+        return made
+
+    return call
+
+
 @contextlib.contextmanager
 def triton_on_cpu(tma=False, **patches):
     """Inside the block, gradfuse and Inductor compile CPU graphs to Triton kernels that the interpreter runs.
+
+    Memory that a graph asks for is full of NaN until it is written.
 
     ``tma``: emit the form for GPUs that move tiles by TMA.
     """
@@ -153,6 +167,8 @@ def triton_on_cpu(tma=False, **patches):
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
         init = _in_large_blocks(triton_heuristics.CachingAutotuner.__init__)
         stack.enter_context(mock.patch.object(triton_heuristics.CachingAutotuner, "__init__", init))
+        guards = torch._C._dynamo.guards
+        stack.enter_context(mock.patch.object(guards, "_empty_strided_cpu", _of_garbage(guards._empty_strided_cpu)))
         stack.enter_context(mock.patch.object(compat, "has_tma", lambda device: tma))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", choices=[*FAMILIES, "all"], default="all")
     parser.add_argument("--seeds", default="0:100", help="first:last+1, or a single seed")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--mode", choices=["graphs", "compiled"], default="graphs")
+    parser.add_argument(
+        "--mode",
+        choices=["graphs", "compiled", "interpreted"],
+        default="graphs",
+        help="run the rewritten graphs op by op, compile them, or compile them to Triton for its interpreter on a CPU",
+    )
     parser.add_argument("--dtype", default="any", help="float32, bfloat16, float16, float64 or any")
     parser.add_argument("--deterministic", action="store_true", help="with that option, twice, compared bit for bit")
     parser.add_argument("--workers", type=int, default=1)
@@ -65,10 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work([tuple(job) for job in message["jobs"]], Settings(**message["settings"]))
         return 0
     timeout = own.timeout or (60 if own.mode == "graphs" else 180)
-    settings = Settings(own.device, own.mode, own.dtype, own.deterministic, timeout)
+    # Triton's interpreter knows no half precision of its own.
+    dtype = "float32" if own.mode == "interpreted" else own.dtype
+    settings = Settings(own.device, own.mode, dtype, own.deterministic, timeout)
+    if own.run and own.mode == "interpreted":
+        os.environ["TRITON_INTERPRET"] = "1"
     if own.show or own.run:
         family, seed = (own.show or own.run).split(":")
-        print(generate(family, int(seed), own.dtype).show() if own.show else run_one(family, int(seed), settings))
+        print(generate(family, int(seed), dtype).show() if own.show else run_one(family, int(seed), settings))
         return 0
     first, _, last = own.seeds.partition(":")
     seeds = range(int(first), int(last) if last else int(first) + 1)

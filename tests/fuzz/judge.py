@@ -29,6 +29,7 @@ import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext import compat
 from inductor_ext.compat import compile_fx as stock_compile_fx
 from tests.eager_graphs import eager_graphs
+from tests.interpreter import triton_on_cpu
 
 from . import references
 from .program import Program, unload
@@ -175,10 +176,7 @@ def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> C
 @contextlib.contextmanager
 def _settings(mode: str) -> Iterator[None]:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compat.without_caches():
-        if mode == "graphs":
-            with eager_graphs():
-                yield
-        else:
+        with {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]():
             yield
 
 

@@ -145,6 +145,8 @@ class _Worker:
     def _run_process(self) -> None:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
+        if self.settings.mode == "interpreted":
+            environment["TRITON_INTERPRET"] = "1"
         package = __package__
         command = [sys.executable, "-m", package, "--worker"]
         self.started, self.current = time.monotonic(), None
