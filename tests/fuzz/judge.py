@@ -175,9 +175,9 @@ def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> C
 
 @contextlib.contextmanager
 def _settings(mode: str) -> Iterator[None]:
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compat.without_caches():
-        with {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]():
-            yield
+    machine = {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compat.without_caches(), machine():
+        yield
 
 
 def _compiled(
