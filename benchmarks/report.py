@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -254,22 +255,33 @@ def mlstm_cpu_table() -> str:
 
 
 def fuzz_table() -> str:
-    """Random programs by family and device; ``fuzz.json`` is a list of what ``python -m tests.fuzz --json`` wrote."""
-    lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    """Random programs by commit, device and family; ``fuzz.json`` is a list of what ``python -m tests.fuzz --json`` wrote."""
+    totals: dict[tuple[str, str], Counter[str]] = {}
     for run in json.loads((RESULTS / "fuzz.json").read_text()):
         versions, settings = run["versions"], run["settings"]
-        twice = ", each twice, bitwise equal" if settings["deterministic"] else ""
+        twice = ", each twice and compared bitwise" if settings["deterministic"] else ""
         ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
         place = "CPU" if settings["device"] == "cpu" else versions["device"]
-        where = (
-            f"{place}, torch {versions['torch']}, {run['date'][:10]}, commit {run['commit']}, {ways}, seeds {run['seeds']}"
-        )
+        where = f"commit {run['commit']}, {place}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
         for family, counts in run["counts"].items():
-            also = counts.get("stock_crashes_too", 0) + counts.get("stock_too", 0)
-            numbers = [counts.get(key, 0) for key in ("ok", "wrong", "crash")] + [also, counts.get("discarded", 0)]
-            cells = [where, family, sum(counts.values()), *numbers]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+            totals.setdefault((where, family), Counter()).update(counts)
+    lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for (where, family), counts in totals.items():
+        numbers = [counts[key] for key in ("ok", "wrong", "crash")]
+        also = counts["stock_crashes_too"] + counts["stock_too"]
+        cells = [where, family, sum(counts.values()), *numbers, also, counts["discarded"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def sanitizer_table() -> str:
+    """What compute-sanitizer said of the kernels of each feature."""
+    result = load("sanitizer")
+    lines = [provenance(result), "", "| tool | kernels of | errors |", "|---|---|---|"]
+    for row in result["rows"]:
+        errors = row["summary"] if row["errors"] is None else row["errors"]
+        lines.append(f"| {row['tool']} | {row['part']} | {errors} |")
     return "\n".join(lines)
 
 
@@ -333,6 +345,7 @@ def main() -> None:
         "mlstm": mlstm_table,
         "scan": scan_table,
         "fuzz": fuzz_table,
+        "sanitizer": sanitizer_table,
         "composition": composition_table,
     }
     for name, table in tables.items():
