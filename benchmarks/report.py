@@ -255,7 +255,7 @@ def mlstm_cpu_table() -> str:
 
 
 def fuzz_table() -> str:
-    """Random programs by commit, device and family; ``fuzz.json`` is a list of what ``python -m tests.fuzz --json`` wrote."""
+    """Random programs by commit, device and family; ``fuzz.json`` is a list of what the fuzzer wrote with ``--json``."""
     totals: dict[tuple[str, str], Counter[str]] = {}
     for run in json.loads((RESULTS / "fuzz.json").read_text()):
         versions, settings = run["versions"], run["settings"]
