@@ -109,7 +109,7 @@ def _scans() -> None:
 
 
 def _mlstm() -> None:
-    from inductor_ext.ops.mlstm import mlstm
+    from inductor_ext.mlstm.op import mlstm
 
     for width in (32, 80, 128):
         heads = [_leaf(2, 3, LENGTH, width) for _ in range(3)]

@@ -6,9 +6,9 @@ Importing this package registers the backend, which the entry point does by itse
 """
 
 from .backend import gradfuse
+from .core.report import Decision, Report
 from .explain import Explanation, explain
 from .options import OPTIONS, OptionError
-from .report import Decision, Report
 
 __version__ = "0.1.0"
 

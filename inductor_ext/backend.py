@@ -26,10 +26,11 @@ from torch.fx import Graph, GraphModule
 
 from . import compat, lowerings, passes, repro, verify
 from .dump import Dump
-from .ops import mlstm as mlstm_op
-from .ops.scan import scan
+from .gathers import gathers
+from .mlstm import op as mlstm_op
+from .mlstm import rewrite as mlstm
 from .options import PASSES, Options, split
-from .rewrites import gathers, mlstm
+from .scan.scan import scan
 
 
 class _CacheKey(compat.CustomGraphPass):

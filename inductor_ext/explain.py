@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import compat
-from .report import Decision, Report, collect
+from .core.report import Decision, Report, collect
 
 
 @dataclass(frozen=True)

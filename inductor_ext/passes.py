@@ -16,10 +16,17 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from .attention import cpu as dense_attention
+from .attention import hoisting, score_mods
+from .casts import rewrite as casts
+from .core import joint_graph
+from .core.dynamo_graph import graphs_in
 from .dump import Dump
+from .gathers import gathers, scatters
+from .mlstm import cpu as dense_mlstm
+from .mlstm import rewrite as mlstm
 from .options import PASSES, Options
-from .rewrites import casts, dense_attention, dense_mlstm, gathers, hoisting, joint_graph, mlstm, scans, scatters, score_mods
-from .rewrites.dynamo_graph import graphs_in
+from .scan import rewrite as scans
 
 
 @dataclass(frozen=True)

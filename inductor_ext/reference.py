@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from . import compat
-from .analysis.purity import is_random
+from .core.purity import is_random
 
 
 class Reference(Interpreter):

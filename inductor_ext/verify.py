@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from .core.report import record
 from .options import PASSES, Options
 from .reference import Reference, draws_random_numbers, readable
-from .report import record
 
 #: What is always allowed, relative to the norm of the reference: a wrong gradient is off by far more.
 FLOOR = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -29,7 +29,7 @@ def kernels_of(code):
 
 def segment_kernels(width=2048):
     """The two kernels of segment_sum for bf16 rows of that width, each with its number of warps."""
-    from inductor_ext.ops import segment_sum
+    from inductor_ext.gathers.row_sums import segment_sum
 
     keys, order = torch.randint(0, 50, (200,)).sort(stable=True)
     run = torch.compile(lambda v: segment_sum(v, order, keys, 50, torch.bfloat16), backend="gradfuse")

@@ -166,7 +166,7 @@ SCRIPT = textwrap.dedent(
     from torch._dynamo.utils import counters
     from torch._inductor import codecache
     import inductor_ext
-    from inductor_ext.report import collect
+    from inductor_ext.core.report import collect
 
     def function(x):
         return (x.sin() * x).sum(-1)

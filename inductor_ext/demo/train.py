@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .. import compat
-from ..report import collect
+from ..core.report import collect
 from .model import LanguageModel
 
 BATCH, LENGTH = 16, 128

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.analysis.bounds import extents_of, in_range, interval
-from inductor_ext.analysis.captured_grads import output_nodes
+from inductor_ext.attention.bounds import extents_of, in_range, interval
+from inductor_ext.attention.captured_grads import output_nodes
 
 EXTENTS = (2, 3, 7, 11)
 

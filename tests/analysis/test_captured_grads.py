@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.analysis.captured_grads import NotUnderstood, axes_of, constant_of, returning, take_apart
-from inductor_ext.rewrites.dense_attention_tiles import over_grid
+from inductor_ext.attention.captured_grads import NotUnderstood, axes_of, constant_of, returning, take_apart
+from inductor_ext.attention.cpu_tiles import over_grid
 from tests import random_score_mods
 
 

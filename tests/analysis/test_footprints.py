@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch.fx import Interpreter, symbolic_trace
 
-from inductor_ext.analysis.footprints import Positions, footprints
+from inductor_ext.attention.footprints import Positions, footprints
 from tests import random_score_mods
 
 #: (body of a score_mod, footprint of what it returns). t [5], u [2, 6], w [4, 3]; c is 0-d.

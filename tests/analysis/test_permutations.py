@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.analysis.permutations import is_injective, is_permutation, names_once, repeated
+from inductor_ext.gathers.permutations import is_injective, is_permutation, names_once, repeated
 
 N, K = 12, 3
 

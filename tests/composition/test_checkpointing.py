@@ -7,7 +7,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from inductor_ext.report import collect
+from inductor_ext.core.report import collect
 
 from . import model as models
 from . import small

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.rewrites import dense_loops
+from inductor_ext.core import cpu_loops as dense_loops
 from tests.eager_graphs import eager_graphs
 
 from .cases import BIASES, FEATURES, REFUSED

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from inductor_ext import compat
-from inductor_ext.rewrites import hoisting
+from inductor_ext.attention import hoisting
 from tests.emitted import triton_sources
 
 LENGTH, DIM = 128, 64

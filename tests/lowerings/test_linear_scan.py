@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.lowerings import linear_scan as linear_scan_lowering
-from inductor_ext.ops.linear_scan import linear_scan
+from inductor_ext.scan import lower_linear as linear_scan_lowering
+from inductor_ext.scan.linear_scan import linear_scan
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from inductor_ext import compat
-from inductor_ext.lowerings.captured_gradients import CapturedGradients, Kind, Plan
-from inductor_ext.lowerings.flex_tiles import backward_config, forward_config
+from inductor_ext.attention.captured import CapturedGradients, Kind, Plan
+from inductor_ext.attention.tiles import backward_config, forward_config
 from tests.emitted import segment_kernels, signature
 from tests.mlstm.test_compiled import emitted
 

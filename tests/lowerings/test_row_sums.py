@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from inductor_ext.lowerings import segment_sum as segments
-from inductor_ext.ops import gather_sum, segment_sum
+from inductor_ext.gathers import segment_sum as segments
+from inductor_ext.gathers.row_sums import gather_sum, segment_sum
 from tests import snapshots
 from tests.emitted import body, kernels_of, segment_kernels
 from tests.flex.case import relative_error

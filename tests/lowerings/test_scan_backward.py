@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.lowerings import scan_backward as lowering
+from inductor_ext.scan import lower_backward as lowering
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
@@ -15,7 +15,7 @@ from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 from tests.scan.test_scan import affine_pairs, backwards, complex_product, log_space, loop, matrix_product
 
 # The package shows other ops under the modules' names.
-scan_backward = importlib.import_module("inductor_ext.ops.scan_backward")
+scan_backward = importlib.import_module("inductor_ext.scan.scan_backward")
 
 LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.lowerings import scan_forward as lowering
-from inductor_ext.ops import lanes
+from inductor_ext.core import lanes
+from inductor_ext.scan import lower_forward as lowering
 from tests import snapshots
 from tests.emitted import body, kernels_of
 from tests.flex.case import relative_error
@@ -26,7 +26,7 @@ from tests.scan.test_scan import (
 )
 
 # The package shows other ops under the modules' names.
-scan_forward = importlib.import_module("inductor_ext.ops.scan_forward")
+scan_forward = importlib.import_module("inductor_ext.scan.scan_forward")
 
 
 def either_and_sum(flag1, x1, flag2, x2):

@@ -39,7 +39,7 @@ def test_an_aligned_pair_is_moved_by_tma():
 
 @pytest.mark.parametrize("name", BY_ELEMENT)
 def test_other_pairs_are_read_by_element(name, monkeypatch):
-    monkeypatch.setattr("inductor_ext.rewrites.hoisting.LARGEST_PAIR_TABLE", 0)
+    monkeypatch.setattr("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 0)
     make, score_mod = BY_ELEMENT[name]
     assert "blocks_of_table_0" not in forward_source(make(), score_mod)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from inductor_ext.ops.mlstm import mlstm_reference
+from inductor_ext.mlstm.op import mlstm_reference
 from tests.flex.case import relative_error
 
 NAMES = ("y", "query", "key", "value", "input_gate", "forget_gate", "norm_weight", "norm_bias")

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from inductor_ext.ops.mlstm import mlstm, mlstm_reference
+from inductor_ext.mlstm.op import mlstm, mlstm_reference
 from tests import snapshots
 from tests.emitted import body, triton_sources
 from tests.flex.case import relative_error

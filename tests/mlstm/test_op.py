@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_ext.ops.mlstm import mlstm, mlstm_reference
-from inductor_ext.ops.mlstm_cell import MLSTMCell
+from inductor_ext.mlstm.cell import MLSTMCell
+from inductor_ext.mlstm.op import mlstm, mlstm_reference
 from tests.flex.case import relative_error
 
 from .case import Case

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inductor_ext import compat
-from inductor_ext.report import collect
+from inductor_ext.core.report import collect
 
 
 class Stop(Exception):

@@ -62,7 +62,7 @@ graph():
         t = table(2, 9, 9)
         window = lambda s, b, h, q, k: s + t[h, q // 3 - k // 3 + 4, q % 3 - k % 3 + 4]  # noqa: E731
         self.assertIn("[H, Q, K] of 512 bytes", hoisted(window)["notes"])
-        with unittest.mock.patch("inductor_ext.rewrites.hoisting.LARGEST_PAIR_TABLE", 127):
+        with unittest.mock.patch("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 127):
             self.assertEqual(hoisted(window)["notes"], "")
 
     def test_a_plain_pair_is_read_where_it_is(self):

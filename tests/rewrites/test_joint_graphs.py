@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inductor_ext.rewrites import gathers
+from inductor_ext.gathers import gathers
 from tests import snapshots
 
 from .joint_graphs import rewritten

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from inductor_ext.analysis.terms import terms
-from inductor_ext.report import STOCK, collect
-from inductor_ext.rewrites import mlstm
+from inductor_ext.core.report import STOCK, collect
+from inductor_ext.core.terms import terms
+from inductor_ext.mlstm import rewrite as mlstm
 from tests import snapshots
 from tests.eager_graphs import eager_graphs
 from tests.flex.case import relative_error

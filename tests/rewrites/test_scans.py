@@ -9,9 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import inductor_ext
 from inductor_ext.compat import associative_scan_hop
-from inductor_ext.ops.scan import scan
 from inductor_ext.options import Options
-from inductor_ext.rewrites import scans
+from inductor_ext.scan import rewrite as scans
+from inductor_ext.scan.scan import scan
 from tests import snapshots
 from tests.scan.test_compiled import pointwise_scan
 from tests.scan.test_scan import COMBINES, gated, gradients, leaves, loop, total, upper_triangular
@@ -19,7 +19,7 @@ from tests.scan.test_scan import COMBINES, gated, gradients, leaves, loop, total
 from .joint_graphs import rewritten, text
 
 # The package shows functions under the modules' names.
-associative_module = importlib.import_module("inductor_ext.ops.associative")
+associative_module = importlib.import_module("inductor_ext.scan.associative")
 
 
 def dynamo_graph(additional=(), flips=False):
@@ -46,7 +46,7 @@ def dynamo_graph(additional=(), flips=False):
 
 def test_the_op_gets_a_gradient_of_its_own():
     gm, xs = dynamo_graph(), leaves("ff", 9)
-    with inductor_ext.report.collect() as report:
+    with inductor_ext.core.report.collect() as report:
         scans.rewrite(gm, Options())
     assert gm.graph.find_nodes(op="call_function", target=scan)
     assert [d.path for d in report.decisions] == ["scan"]

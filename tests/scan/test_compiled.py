@@ -9,7 +9,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.compat import associative_scan_hop
-from inductor_ext.ops.linear_scan import linear_scan
+from inductor_ext.scan.linear_scan import linear_scan
 from tests.emitted import kernels_of
 from tests.flex.case import relative_error
 from tests.interpreter import INTERPRETED, triton_on_cpu
@@ -28,9 +28,9 @@ from .test_scan import (
     upper_triangular,
 )
 
-associative_module = importlib.import_module("inductor_ext.ops.associative")
-lanes_module = importlib.import_module("inductor_ext.ops.lanes")
-linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
+associative_module = importlib.import_module("inductor_ext.scan.associative")
+lanes_module = importlib.import_module("inductor_ext.core.lanes")
+linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
 
 #: On every torch: what Dynamo, AOTAutograd and stock's code generation make of a scan differs between them.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_ext.ops.scan import scan
+from inductor_ext.scan.scan import scan
 from tests.flex.case import relative_error
 
 # The package shows the op under the module's name.
-associative_module = importlib.import_module("inductor_ext.ops.associative")
-linear_scan_module = importlib.import_module("inductor_ext.ops.linear_scan")
-scan_module = importlib.import_module("inductor_ext.ops.scan")
+associative_module = importlib.import_module("inductor_ext.scan.associative")
+linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
+scan_module = importlib.import_module("inductor_ext.scan.scan")
 linear_scan = linear_scan_module.linear_scan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from inductor_ext.report import collect
+from inductor_ext.core.report import collect
 from tests.eager_graphs import eager_graphs
 from tests.flex.case import relative_error
 

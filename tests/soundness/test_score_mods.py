@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from inductor_ext import report
+from inductor_ext.core import report
 from tests.eager_graphs import eager_graphs
 from tests.flex.case import Case, relative_error
 from tests.interpreter import INTERPRETED, triton_on_cpu

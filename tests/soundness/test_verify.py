@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import inductor_ext
 from inductor_ext import passes
-from inductor_ext.report import collect
+from inductor_ext.core.report import collect
 from inductor_ext.verify import VerificationError
 from tests.eager_graphs import eager_graphs
 

@@ -1,1 +1,0 @@
-"""Pure functions over FX graphs: what does a gradient consist of, what does an index depend on?"""

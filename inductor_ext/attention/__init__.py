@@ -1,0 +1,1 @@
+"""flex_attention with learned biases."""

@@ -1,0 +1,206 @@
+"""Indices that cannot leave a tensor.
+
+A score_mod may be evaluated at positions that the mask removes (``band[h, q - k]`` under a window mask), so an index is
+made safe before it becomes an address: negative values wrap, as in eager indexing, and what is still outside is clamped
+for a read and masked for a write. An index that *is* one of b, h, q, k over a dim at least as long needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..compat import statically_known_true
+from ..core.integers import exact_integers
+from .captured_grads import constant_of, shape_of
+
+aten = torch.ops.aten
+
+
+#: An integer interval, both ends included; None is unbounded.
+Interval = tuple[int | None, int | None]
+UNBOUNDED: Interval = (None, None)
+
+
+def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | None = None) -> Interval:
+    """The range of an integer scalar of a score_mod graph, by interval arithmetic over its FX nodes.
+
+    ``extents`` gives the lengths of the ranges of b, h, q and k. What is not understood, or symbolic, is unbounded.
+    """
+    known = {} if known is None else known
+    constant = constant_of(node)
+    if constant is not None:
+        return constant, constant
+    if not isinstance(node, Node):
+        return UNBOUNDED
+    if node not in known:
+        extent = extents.get(node)
+        known[node] = (0, extent - 1) if isinstance(extent, int) else _interval_of_op(node, extents, known)
+    return known[node]
+
+
+def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
+    rule = _INTERVAL_RULES.get(node.target)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        return UNBOUNDED
+    bounds = exact_integers(value.dtype)
+    if rule is None or node.kwargs.get("alpha", 1) != 1:
+        return bounds
+    low, high = rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
+    # What does not fit wraps, and may then be anything.
+    fits = low is not None and high is not None and bounds[0] <= low and high <= bounds[1]
+    return (low, high) if fits else bounds
+
+
+def _add(x: Interval, y: Interval) -> Interval:
+    return tuple(None if a is None or b is None else a + b for a, b in zip(x, y, strict=True))
+
+
+def _neg(x: Interval) -> Interval:
+    return tuple(None if a is None else -a for a in reversed(x))
+
+
+def _mul(x: Interval, y: Interval) -> Interval:
+    if None in (*x, *y):
+        return UNBOUNDED
+    products = [a * b for a in x for b in y]
+    return min(products), max(products)
+
+
+def _abs(x: Interval) -> Interval:
+    if None in x:
+        return 0, None
+    return (0 if x[0] <= 0 <= x[1] else min(map(abs, x))), max(map(abs, x))
+
+
+def _floor_divide(x: Interval, y: Interval, *_: Any) -> Interval:
+    return (x[0] // y[0], x[1] // y[0]) if None not in x and y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
+
+
+def _remainder(x: Interval, y: Interval) -> Interval:
+    return (0, y[0] - 1) if y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
+
+
+def _shift_left(x: Interval, y: Interval) -> Interval:
+    return _mul(x, (1 << y[0],) * 2) if y[0] == y[1] and (y[0] or -1) >= 0 else UNBOUNDED
+
+
+def _shift_right(x: Interval, y: Interval) -> Interval:
+    return (x[0] >> y[0], x[1] >> y[0]) if None not in x and y[0] == y[1] and (y[0] or -1) >= 0 else UNBOUNDED
+
+
+def _bitwise_and(x: Interval, y: Interval) -> Interval:
+    bounds = [i[1] for i in (x, y) if i[0] is not None and i[0] >= 0 and i[1] is not None]
+    return (0, min(bounds)) if bounds else UNBOUNDED
+
+
+def _minimum(x: Interval, y: Interval) -> Interval:
+    low = None if None in (x[0], y[0]) else min(x[0], y[0])
+    return low, min((a for a in (x[1], y[1]) if a is not None), default=None)
+
+
+def _maximum(x: Interval, y: Interval) -> Interval:
+    return _neg(_minimum(_neg(x), _neg(y)))
+
+
+def _where(_: Interval, x: Interval, y: Interval) -> Interval:
+    low = None if None in (x[0], y[0]) else min(x[0], y[0])
+    return low, None if None in (x[1], y[1]) else max(x[1], y[1])
+
+
+_INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: lambda x, y: _add(x, _neg(y)),
+    aten.rsub.Scalar: lambda x, y: _add(y, _neg(x)),
+    aten.neg.default: _neg,
+    aten.mul.Tensor: _mul,
+    aten.abs.default: _abs,
+    aten.floor_divide.default: _floor_divide,
+    aten.remainder.Scalar: _remainder,
+    aten.remainder.Tensor: _remainder,
+    aten.bitwise_left_shift.Tensor_Scalar: _shift_left,
+    aten.bitwise_right_shift.Tensor_Scalar: _shift_right,
+    aten.bitwise_left_shift.Tensor: _shift_left,
+    aten.bitwise_right_shift.Tensor: _shift_right,
+    aten.bitwise_and.Scalar: _bitwise_and,
+    aten.bitwise_and.Tensor: _bitwise_and,
+    aten.minimum.default: _minimum,
+    aten.maximum.default: _maximum,
+    aten.clamp_min.default: _maximum,
+    aten.clamp_max.default: _minimum,
+    aten.where.self: _where,
+    aten._to_copy.default: lambda x, *_: x,
+    aten.detach.default: lambda x: x,
+    aten.lift_fresh_copy.default: lambda x: x,
+    aten.alias.default: lambda x: x,
+    aten.clone.default: lambda x: x,
+}
+
+
+def in_range(index: Node | int, size: Any, extents: dict[Node, Any]) -> bool:
+    """Whether ``0 <= index < size`` holds for every element, ``extents`` giving the range of b, h, q and k."""
+    if index in extents:
+        return statically_known_true(extents[index] <= size)
+    low, high = interval(index, extents)
+    return low is not None and high is not None and low >= 0 and statically_known_true(high < size)
+
+
+def extents_of(module: GraphModule, extents: Sequence[Any], first: int) -> dict[Node, Any]:
+    """The placeholders of b, h, q, k (the first being input number ``first``) with the lengths of their ranges."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return dict(zip(placeholders[first : first + 4], extents, strict=True))
+
+
+def safe_reads(
+    module: GraphModule,
+    extents: dict[Node, Any],
+    make_safe: Callable[[Node, Any], Node],
+) -> None:
+    """Replace, in place, every tensor index of a read that could be out of range by ``make_safe(index, size)``."""
+    graph = module.graph
+
+    def as_is(index: Any, size: Any) -> bool:
+        # A constant goes through make_safe as well: under vmap it must become a tensor of the tile like its neighbours.
+        if index is None or shape_of(index) != ():
+            return True
+        return constant_of(index) is None and in_range(index, size, extents)
+
+    for node in list(graph.find_nodes(op="call_function", target=aten.index.Tensor)):
+        table, indices = node.args
+        with graph.inserting_before(node):
+            safe = [i if as_is(i, n) else make_safe(i, n) for i, n in zip(indices, shape_of(table), strict=False)]
+        node.args = (table, safe)
+    module.recompile()
+
+
+def call(graph: torch.fx.Graph, target: Any, *args: Any, like: Node, dtype: torch.dtype | None = None) -> Node:
+    """A new scalar op with the metadata of ``like`` (and another dtype)."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = like.meta["val"].to(dtype) if dtype else like.meta["val"]
+    return node
+
+
+def wrap_negative(graph: torch.fx.Graph, index: Node, size: Any) -> Node:
+    """``index + size where index < 0``, as eager indexing counts from the end."""
+    negative = call(graph, aten.lt.Scalar, index, 0, like=index, dtype=torch.bool)
+    shifted = call(graph, aten.add.Tensor, index, size, like=index)
+    return call(graph, aten.where.self, negative, shifted, index, like=index)
+
+
+def clamp(graph: torch.fx.Graph, index: Node, size: Any, operand: Any, bounds: Interval = UNBOUNDED) -> Node:
+    """``index`` wrapped and clamped into ``[0, size)``, without the steps that ``bounds`` of the index make needless.
+
+    ``operand`` is the size as the graph's ops take it: an int, or the sympy expression of a symbolic one.
+    """
+    low, high = bounds
+    if low is None or low < 0:
+        index = wrap_negative(graph, index, operand)
+        if low is None or not statically_known_true(-low <= size):
+            index = call(graph, aten.maximum.default, index, 0, like=index)
+    if high is None or not statically_known_true(high < size):
+        index = call(graph, aten.minimum.default, index, operand - 1, like=index)
+    return index

@@ -1,0 +1,345 @@
+"""How the gradients of captured tensors are reduced: one plan for each contribution, one buffer for each tensor.
+
+place of a contribution                   plan
+every element has one writer              STORE    in the tensor's own dtype; no zeros where there is no mask, no cast
+a diagonal                                STRIP    whole tiles by TMA into a skewed strip, folded afterwards
+                                          DIAGONAL summed along the diagonals of a tile, where there is no TMA
+a pair of positions                       BLOCK    whole tiles added by TMA, where there is TMA
+does not depend on the query or the key   SUM      in registers, along the axes it does not depend on
+anything else                             SCATTER  one fp32 add for each score
+any of these, deterministic               PARTIAL  into a workspace, summed afterwards (deterministic_gradients.py)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import compat
+from ..compat import FlexBlockMask, lowerings
+from ..core import subgraphs
+from ..core.kernels import LARGEST_TILE
+from . import common, deterministic, score_graphs
+from .bounds import extents_of
+from .captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
+from .diagonals import STRIP_ROWS, strip_shape
+from .tile_tables import TableKind, TileTable, TileTables
+
+aten = torch.ops.aten
+
+
+class Kind(enum.Enum):
+    """How a contribution reaches memory; the value is what the report says."""
+
+    STORE = "stored by its one writer"
+    STRIP = "tiles added to a strip"
+    DIAGONAL = "summed along the diagonals of a tile"
+    BLOCK = "tiles added"
+    SUM = "summed in registers"
+    SCATTER = "one fp32 add a score"
+    PARTIAL = "partial sums in a fixed order"
+
+
+class NotInOrder(Exception):
+    """A contribution whose place depends on the score itself, so that only atomics in the kernel can reduce it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One contribution: how it goes to memory.
+
+    owner: which captured tensor it belongs to. axes: which of b, h, q, k its place depends on. plain: the place is
+    positions and constants. checked: it may be out of bounds. table: what the tensor is, where it is read by tile. wide:
+    the tensor has four bytes an element or more. address: computes the place, where a workspace is scattered afterwards.
+    """
+
+    owner: int
+    contribution: Contribution
+    kind: Kind
+    axes: tuple[bool, ...]
+    plain: bool
+    checked: bool
+    table: TileTable | None
+    wide: bool
+    address: GraphModule | None = None
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the tensor holds a diagonal."""
+        return self.table is not None and self.table.kind is not TableKind.PAIR
+
+    @property
+    def moved_by_tma(self) -> bool:
+        """Whether whole tiles go to the gradient of a table of pairs."""
+        by_tile = self.kind in (Kind.BLOCK, Kind.STORE)
+        return by_tile and self.table is not None and self.table.kind is TableKind.PAIR
+
+
+@dataclass
+class CapturedGradients:
+    """The gradients of one flex_attention's captured tensors.
+
+    ranges: b, h, q, k of the joint graph with their extents. plans, inlined: the contributions, and value, offset and
+    in_bounds of each as subgraphs, flat. learned: which captured tensors need a gradient. targets: the buffer that the
+    kernel writes for each plan. buffers: for each captured tensor the gradient to be, None where it needs none, or where its
+    plans have workspaces instead. Both are empty until they are allocated.
+    """
+
+    ranges: dict[Node, Any]
+    plans: list[Plan] = field(default_factory=list)
+    inlined: list[Any] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
+
+    @property
+    def lengths(self) -> tuple[Any, Any]:
+        """How many queries and keys there are."""
+        _, _, queries, keys = self.extents
+        return queries, keys
+
+    @property
+    def extents(self) -> list[Any]:
+        """The lengths of b, h, q and k, as Inductor counts them."""
+        return [subgraphs.expression(n) for n in self.ranges.values()]
+
+    @property
+    def written(self) -> list[Any]:
+        """The buffers that the kernel writes."""
+        return list({id(target): target for target in self.targets}.values())
+
+    @property
+    def note(self) -> str:
+        """For the report."""
+        kinds = [plan.kind.value for plan in self.plans]
+        return f"{len(kinds)} contributions to captured gradients" + (": " + ", ".join(kinds) if kinds else "")
+
+    @property
+    def wide_tiles(self) -> bool:
+        """Whether tiles of some captured tensor, four bytes an element, take part in the pipeline."""
+        return any(all(plan.axes[2:]) and plan.wide and not plan.diagonal for plan in self.plans)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether some contribution is one add for each score, at a place that has to be computed."""
+        return any(plan.kind is Kind.SCATTER and not plan.plain for plan in self.plans)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks of a table of pairs are moved by TMA."""
+        return any(plan.moved_by_tma for plan in self.plans)
+
+    @property
+    def tallest_tile(self) -> int:
+        """The most queries a tile may hold: those of a strip's block."""
+        return STRIP_ROWS if self.has_strips else LARGEST_TILE
+
+    @property
+    def has_strips(self) -> bool:
+        """Whether tiles are added to a strip."""
+        return any(plan.kind is Kind.STRIP for plan in self.plans)
+
+    @property
+    def sums_along_keys(self) -> bool:
+        """Whether some contribution is one value a query, which query programs sum in registers."""
+        return any(plan.kind is Kind.SUM and plan.axes[2] for plan in self.plans)
+
+    def options(self) -> dict[str, Any]:
+        """The template's options: bit i of each mask speaks of contribution i."""
+
+        def mask(holds: Callable[[Plan], Any]) -> int:
+            return sum(1 << i for i, plan in enumerate(self.plans) if holds(plan))
+
+        strips = mask(lambda p: p.kind is Kind.STRIP)
+        return {
+            "NUM_CONTRIBUTIONS": len(self.plans),
+            "CHECKED_CONTRIBUTIONS": mask(lambda p: p.checked),
+            "QUERY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[2]),
+            "KEY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[3]),
+            "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.STORE),
+            "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.PARTIAL),
+            "STRIPS": strips,
+            "BLOCK_CONTRIBUTIONS": mask(lambda p: p.moved_by_tma),
+            "DIAGONAL_CONTRIBUTIONS": mask(lambda p: p.diagonal and p.kind is not Kind.STORE),
+            "ANTIDIAGONAL_CONTRIBUTIONS": mask(lambda p: p.table and p.table.kind is TableKind.ANTIDIAGONAL),
+            "CONTRIBUTIONS_BY_BATCH": mask(lambda p: p.axes[0]),
+            "CONTRIBUTIONS_BY_HEAD": mask(lambda p: p.axes[1]),
+            "STRIP_ROWS": STRIP_ROWS,
+            "STRIP_OFFSET": strip_shape(*self.lengths)[0] if strips else 0,
+        }
+
+    def allocate(
+        self, tensors: Sequence[Any], block_mask: FlexBlockMask, device: torch.device, tilings: Sequence[dict[str, Any]]
+    ) -> None:
+        """Make the buffers that the kernel writes, for whichever of ``tilings`` will be chosen."""
+        extents = self.extents
+        unmasked = common.is_unmasked(block_mask)
+        targets: dict[int, Any] = {}
+        for owner, (learned, tensor) in enumerate(zip(self.learned, tensors, strict=True)):
+            plans = [i for i, plan in enumerate(self.plans) if plan.owner == owner]
+            kinds = {self.plans[i].kind for i in plans}
+            if Kind.PARTIAL in kinds:
+                self.buffers.append(None)
+                for i in plans:
+                    plan = self.plans[i]
+                    if plan.diagonal:
+                        targets[i] = deterministic.diagonal_workspace(extents, device, tilings)
+                    else:
+                        targets[i] = deterministic.workspace(plan.axes, extents, device, zeroed=not unmasked)
+                continue
+            self.buffers.append(self._buffer(kinds, tensor, device, unmasked) if learned else None)
+            targets.update(dict.fromkeys(plans, self.buffers[-1]))
+        self.targets = [targets[i] for i in range(len(self.plans))]
+
+    def _buffer(self, kinds: set[Kind], tensor: Any, device: torch.device, unmasked: bool) -> Any:
+        size = tensor.get_size()
+        if Kind.STORE in kinds and unmasked:
+            return compat.empty_strided(size, compat.contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
+        if Kind.STORE in kinds:
+            return compat.full(size, 0, tensor.get_dtype(), device)
+        if Kind.STRIP in kinds:
+            size = [sympy.prod(size[:-1]), STRIP_ROWS, strip_shape(*self.lengths)[1]]
+        return compat.full(size, 0, torch.float32, device)
+
+    def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradients, in the captured tensors' own dtypes: rounded once, here."""
+        results = []
+        for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
+            total = buffer
+            plans = [(plan, target) for plan, target in zip(self.plans, self.targets, strict=True) if plan.owner == owner]
+            if plans and plans[0][0].kind is Kind.STRIP:
+                total = lowerings[aten.reshape](_fold(buffer, plans[0][0].table, self.lengths), tensor.get_size())
+            for plan, target in plans if plans and plans[0][0].kind is Kind.PARTIAL else ():
+                part = self._in_order(plan, target, tensor, tensors)
+                total = part if total is None else lowerings[aten.add](total, part)
+            convert = lowerings[torch.ops.prims.convert_element_type]
+            results.append(None if total is None else convert(total, tensor.get_dtype()))
+        return tuple(results)
+
+    def _in_order(self, plan: Plan, target: Any, tensor: Any, tensors: Sequence[Any]) -> Any:
+        """The gradient that a workspace of partial sums adds up to."""
+        if plan.diagonal:
+            return deterministic.summed_diagonals(target, plan.axes)
+        total = deterministic.summed(target, plan.axes)
+        if plan.plain:
+            return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
+        return deterministic.scattered(total, plan.axes, plan.address, tensors, tensor.get_size())
+
+
+def plan_gradients(
+    joint: JointGraph,
+    node: Node,
+    device: torch.device,
+    captured: Sequence[Any],
+    tables: TileTables,
+    *,
+    tma_allowed: bool,
+    in_order: bool,
+) -> CapturedGradients:
+    """Plan every contribution of a flex_attention_backward node and lower its subgraphs.
+
+    ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: no atomics; raises
+    NotInOrder where that cannot be.
+    """
+    placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
+    result = CapturedGradients(extents_of(joint.module, common.extents(node), first=1))
+    for owner, (contributions, placeholder, tensor) in enumerate(zip(joint.captured, placeholders, captured, strict=True)):
+        result.learned.append(contributions is not None)
+        shape, table = shape_of(placeholder), tables.of(owner)
+        once = _writes_once(contributions or (), shape, result.ranges)
+        for contribution in contributions or ():
+            checked = _inline(result, joint, node, contribution, shape, device, captured, tables)
+            axes = axes_of(joint.module, contribution)
+            plain = deterministic.is_plain(contribution, result.ranges)
+            if once:
+                kind = Kind.STORE
+            elif in_order:
+                kind = Kind.PARTIAL
+                if depends_on_score(joint.module, contribution):
+                    raise NotInOrder
+            else:
+                kind = _added(table, axes, tma_allowed, result.lengths)
+            wide = tensor.get_dtype().itemsize >= 4
+            address = None
+            if kind is Kind.PARTIAL and not plain:
+                address, _ = score_graphs.address(joint.module, contribution, shape, result.ranges)
+                score_graphs.clamp_reads(address, extents_of(address, common.extents(node), first=1))
+            result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide, address))
+    return result
+
+
+def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Kind:
+    """How a contribution with several writers is added in memory."""
+    if table is None:
+        return Kind.SCATTER if all(axes[2:]) else Kind.SUM
+    if table.kind is TableKind.PAIR:
+        return Kind.BLOCK if tma_allowed else Kind.SCATTER
+    known = all(isinstance(n, (int, sympy.Integer)) for n in lengths)
+    return Kind.STRIP if tma_allowed and known else Kind.DIAGONAL
+
+
+def _inline(
+    result: CapturedGradients,
+    joint: JointGraph,
+    node: Node,
+    contribution: Contribution,
+    shape: Sequence[Any],
+    device: torch.device,
+    captured: Sequence[Any],
+    tables: TileTables,
+) -> bool:
+    """Lower value, offset and in_bounds of a contribution; whether in_bounds is to be asked."""
+    extents = common.extents(node)
+    value = returning(joint.module, [contribution.value])
+    address, checked = score_graphs.address(joint.module, contribution, shape, result.ranges)
+    for module in (value, address):
+        tiles = tables.read_by_tile(module, JOINT_INPUTS)
+        score_graphs.clamp_reads(module, extents_of(module, extents, first=1))
+        inputs = score_graphs.score_placeholders(device, torch.float32, gradient=True)
+        result.inlined.extend(subgraphs.inline(module, inputs, [*captured, *tiles]))
+    return checked
+
+
+def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
+    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order.
+
+    Both positions are among the indices, even of one query or key: what is not indexed by them is summed, and added.
+    """
+    if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
+        return False
+    indices = contributions[0].indices
+    if not all(position in indices for position in list(ranges)[2:]):
+        return False
+    whole = all(compat.statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
+    rest = [n for position, n in ranges.items() if position not in indices]
+    return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)
+
+
+def _fold(strip: Any, table: TileTable, lengths: tuple[Any, Any]) -> Any:
+    """A strip [planes, STRIP_ROWS, columns] that tiles were added to, summed along its diagonals: [planes, Q + K - 1].
+
+    Rows are read with a stride of one more (for ``k - q``) or less, so that each starts a column later or earlier.
+    """
+    queries, keys = lengths
+    planes, rows, width = strip.get_size()
+    antidiagonal = table.kind is TableKind.ANTIDIAGONAL
+    offset, skewed = strip_shape(queries, keys)[0], width - 1 if antidiagonal else width + 1
+    flat = lowerings[aten.reshape](strip, [planes, rows * width])
+    if antidiagonal:
+        flat = lowerings[aten.slice](flat, 1, 0, rows * skewed)
+    else:
+        flat = lowerings[aten.constant_pad_nd](flat, [0, rows], 0.0)
+    sums = lowerings[aten.sum](lowerings[aten.reshape](flat, [planes, rows, skewed]), axis=[1])
+    if antidiagonal:
+        return lowerings[aten.slice](sums, 1, rows, rows + queries + keys - 1)
+    ahead = lowerings[aten.slice](sums, 1, offset, offset + keys)
+    behind = lowerings[aten.slice](sums, 1, offset - queries + 1, offset)
+    # Not a cat, which torch 2.13 takes for two halves of one reduction to be merged, and fails at.
+    padded = [(ahead, [0, queries - 1]), (behind, [keys, 0])]
+    return lowerings[aten.add](*(lowerings[aten.constant_pad_nd](part, padding, 0.0) for part, padding in padded))

@@ -1,0 +1,112 @@
+"""flex_attention on CPU tensors as blocked dense math, forward and backward.
+
+Runs on the forward and the backward graph after AOTAutograd, where the op and its backward stand as two nodes with the
+score_mod, its joint graph and the mask_mod as scalar graphs. Each node becomes ordinary ATen ops over one block of queries
+and a segment of keys, in loops over the blocks and over the segments that the block mask shows, which Inductor turns into
+C++: memory is linear in the length, and the backward recomputes the scores, as flash attention does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .. import compat
+from ..compat import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
+from ..core.cpu_loops import QUERY_BLOCK
+from ..core.replace_node import replace_node
+from ..core.report import STOCK, record, user_line
+from ..options import Options
+from .captured_grads import NotUnderstood, take_apart
+from .cpu_math import DenseAttention
+from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
+
+NAME = "dense_attention"
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Replace, in place, every flex_attention for training on CPU tensors, forward or backward."""
+    if not own.enabled(NAME) or compat.uses_triton_on_cpu():
+        return
+    for op, expand in ((flex_attention_hop, _expand_forward), (flex_attention_backward_hop, _expand_backward)):
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            if node.args[0].meta["val"].device.type == "cpu":
+                expand(gm, node, own)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
+    query, key, value, score_mod, block_mask, scale, kernel_options, captured, mask_captured = node.args
+    if not kernel_options.get("OUTPUT_LOGSUMEXP") and not kernel_options.get("OUTPUT_MAX"):
+        record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", user_line(node))
+        return
+    block_mask = FlexBlockMask.of(block_mask)
+    attention = DenseAttention(
+        score=scalar_graph(gm, score_mod, node, first=1),
+        mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
+        joint=None,
+        has_full_blocks=block_mask.full_kv_num_blocks is not None,
+        scale=scale,
+        num_captured=len(captured),
+    )
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+        return attention.with_blocks(*rest[:2]).forward(query, key, value, *rest[2:])
+
+    operands = [query, key, value, *_blocks(block_mask), *captured, *mask_captured]
+    replace_node(gm, node, operands, forward)
+    record(NAME, "flex_attention", "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} queries", user_line(node))
+
+
+def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
+    (query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint_graph) = node.args[:9]
+    block_mask, scale, _, captured, mask_captured = node.args[9:]
+    where = user_line(node)
+    try:
+        joint = take_apart(without_narrowing(getattr(gm, joint_graph.target)))
+    except NotUnderstood as error:
+        line = user_line(error.node) or where
+        raise NotImplementedError(
+            f"gradfuse cannot differentiate this score_mod: {error}, at {line}. Index the captured tensor with one scalar "
+            "for each of its dims, or compute the expression outside the score_mod."
+        ) from error
+    if own.deterministic and any(joint.captured) and not torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "gradfuse: deterministic gradients of captured tensors on the CPU also need "
+            f"torch.use_deterministic_algorithms(True) ({where})."
+        )
+    block_mask = FlexBlockMask.of(block_mask)
+    attention = DenseAttention(
+        score=scalar_graph(gm, score_mod, node, first=1),
+        mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
+        joint=JointFunction.of(joint, node),
+        has_full_blocks=block_mask.full_kv_num_blocks is not None,
+        scale=scale,
+        num_captured=len(captured),
+    )
+    gradients = [grad_out, grad_logsumexp]
+    present = [g is not None for g in gradients]
+
+    def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any) -> Any:
+        remaining = list(rest)
+        grad_out, grad_lse = (remaining.pop(0) if p else None for p in present)
+        blocks, remaining = remaining[:2], remaining[2:]
+        return attention.with_blocks(*blocks).backward(query, key, value, out, logsumexp, grad_out, grad_lse, *remaining)
+
+    operands = [query, key, value, out, logsumexp, *(g for g in gradients if g is not None)]
+    operands += [*_blocks(block_mask), *captured, *mask_captured]
+    replace_node(gm, node, operands, backward)
+    count = sum(len(c) for c in joint.captured if c)
+    record(NAME, "flex_attention_backward", "blocked dense math", f"CPU, {count} captured contributions", where)
+
+
+def _blocks(block_mask: FlexBlockMask) -> list[Any]:
+    """The operands that a block mask is: the sizes of its blocks, which may be symbolic, and its lists."""
+    sizes = [block_mask.query_block_size, block_mask.key_block_size]
+    lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
+    full = [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+    return [*sizes, *lists, *(full if full[0] is not None else [])]

@@ -1,0 +1,117 @@
+"""score_mods, mask_mods and their joint graphs as functions of tiles, for the blocked dense math on the CPU.
+
+Each is a scalar FX graph, evaluated over index grids by ``vmap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .bounds import extents_of, in_range, safe_reads
+from .captured_grads import JOINT_INPUTS, JointGraph, axes_of, output_nodes, returning
+
+aten = torch.ops.aten
+
+
+def without_narrowing(module: GraphModule) -> GraphModule:
+    """``module`` without casts from fp32 to half precision: they were traced in the query's dtype, scores are fp32 here.
+
+    Other casts become ``_to_copy``, since Inductor's own ``convert_element_type`` has no vmap rule.
+    """
+    module = returning(module, output_nodes(module.graph))
+    for node in list(module.graph.nodes):
+        if node.target is aten._to_copy.default:
+            dtype = node.kwargs.get("dtype")
+        elif node.target is torch.ops.prims.convert_element_type.default:
+            dtype = node.args[1]
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
+        else:
+            continue
+        if dtype in (torch.float16, torch.bfloat16) and node.args[0].meta["val"].is_floating_point():
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    _widen_reads(module)
+    module.recompile()
+    return module
+
+
+def _widen_reads(module: GraphModule) -> None:
+    """Read half-precision tensors into fp32, in which everything here is computed."""
+    for read in list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor)):
+        if read.meta["val"].dtype in (torch.float16, torch.bfloat16):
+            with module.graph.inserting_after(read):
+                wide = module.graph.call_function(aten._to_copy.default, (read,), {"dtype": torch.float32})
+            wide.meta = {**read.meta, "val": read.meta["val"].float()}
+            read.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
+
+
+def _extents(node: Node) -> list[Any]:
+    query, key = (node.args[i].meta["val"] for i in (0, 1))
+    return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
+
+
+def _guard_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
+    """Add an input ``visible`` and read at index 0 where it is False, so that masked positions cannot be out of range."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    with module.graph.inserting_after(placeholders[-1]):
+        visible = module.graph.placeholder("visible")
+    safe_reads(module, extents, lambda index, _: module.graph.call_function(torch.where, (visible, index, 0)))
+
+
+def scalar_graph(gm: GraphModule, graph: Node, node: Node, first: int) -> GraphModule:
+    """A score_mod (``first`` = 1: after the score) or mask_mod (0) as a function ``(..., *captured, visible)``."""
+    module = without_narrowing(getattr(gm, graph.target))
+    _guard_reads(module, extents_of(module, _extents(node), first))
+    return module
+
+
+@dataclass(frozen=True)
+class JointFunction:
+    """The joint graph as one function: ``(gradient of the score, value and indices of each contribution)``.
+
+    owners: the captured tensor of each contribution; ranks: its number of indices; reduced: the axes of (b, h, q, k) its
+    indices do not depend on; trusted: for each index, whether it is in range by construction.
+    """
+
+    module: GraphModule
+    owners: tuple[int, ...]
+    ranks: tuple[int, ...]
+    reduced: tuple[tuple[int, ...], ...]
+    trusted: tuple[tuple[bool, ...], ...]
+    wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, joint: JointGraph, node: Node) -> JointFunction:
+        """Of the joint graph of one flex_attention_backward node."""
+        ranges = extents_of(joint.module, _extents(node), first=1)
+        shapes = [p.meta["val"] for p in joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]]
+        flat = [(i, c) for i, contributions in enumerate(joint.captured) for c in contributions or ()]
+        outputs: list[Any] = [joint.grad_score]
+        for _, contribution in flat:
+            outputs += [contribution.value, *contribution.indices]
+        module = returning(joint.module, outputs)
+        _guard_reads(module, extents_of(module, _extents(node), first=1))
+        return cls(
+            module,
+            owners=tuple(i for i, _ in flat),
+            ranks=tuple(len(c.indices) for _, c in flat),
+            reduced=tuple(tuple(axis for axis, used in enumerate(axes_of(joint.module, c)) if not used) for _, c in flat),
+            trusted=tuple(
+                tuple(in_range(x, s, ranges) for x, s in zip(c.indices, shapes[i].shape, strict=True)) for i, c in flat
+            ),
+            wanted=tuple(c is not None for c in joint.captured),
+        )
+
+
+def over_grid(function: Callable[..., Any], tiles: Sequence[Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    """Evaluate a scalar ``function(*tiles, b, h, q, k)`` on tiles [B, H, Q, K] and the four index vectors."""
+    t = (0,) * len(tiles)
+    for in_dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        function = torch.vmap(function, in_dims=t + in_dims)
+    return function(*tiles, b, h, q, k)

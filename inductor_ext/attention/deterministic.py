@@ -1,0 +1,117 @@
+"""Captured gradients without atomics: every program writes its totals to a workspace, which is summed in a fixed order.
+
+    place of a contribution     workspace (fp32)                 afterwards
+    neither query nor key       [B, H, key tiles]                summed
+    query                       [B, H, Q]                        summed over b or h where the place does not depend on it
+    key                         [B, H, K]                        the same
+    both                        [B, H, Q, K]                     the same
+    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles
+
+Where the place is more than a position in every dim (``t[h, k]``, constants allowed) or a hoisted diagonal's distance,
+ATen's sorted ``index_put`` scatters the sums to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from .. import compat
+from ..compat import lowerings
+from ..core import subgraphs
+from .captured_grads import Contribution
+
+aten = torch.ops.aten
+
+#: The shortest tile of keys a program may own: there are at most K / 16 key programs.
+SHORTEST_TILE = 16
+
+
+def key_tiles(keys: Any) -> Any:
+    """How many key programs there may be."""
+    return (keys + SHORTEST_TILE - 1) // SHORTEST_TILE
+
+
+def is_plain(contribution: Contribution, ranges: dict[Node, Any]) -> bool:
+    """Whether every index is a position of its own, or a constant."""
+    positions = [i for i in contribution.indices if isinstance(i, Node)]
+    return len(set(positions)) == len(positions) and all(i in ranges for i in positions)
+
+
+def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device, zeroed: bool) -> Any:
+    """The workspace of a contribution whose place depends on ``axes`` of (b, h, q, k), of these extents."""
+    size = list(extents[:2]) + [n for n, used in zip(extents[2:], axes[2:], strict=True) if used]
+    if len(size) == 2:
+        size.append(key_tiles(extents[3]))
+        zeroed = True
+    if zeroed:
+        return compat.full(size, 0, torch.float32, device)
+    return compat.empty_strided(size, compat.contiguous_strides(size), dtype=torch.float32, device=device)
+
+
+def summed(partials: Any, axes: Sequence[bool]) -> Any:
+    """A workspace summed over what the place does not depend on, as [b?, h?, q?, k?]."""
+    gone = [axis for axis in (0, 1) if not axes[axis]] + ([] if any(axes[2:]) else [2])
+    return lowerings[aten.sum](partials, axis=gone) if gone else partials
+
+
+def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shape: Sequence[Any]) -> Any:
+    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``: dims in the order of the indices, zeros elsewhere."""
+    order = [p for p in ranges if p in contribution.indices]
+    kept = [i for i in contribution.indices if isinstance(i, Node)]
+    total = lowerings[aten.permute](total, [order.index(i) for i in kept]) if kept else lowerings[aten.reshape](total, [])
+    padding: list[Any] = []
+    for dim, (index, size) in enumerate(zip(contribution.indices, shape, strict=True)):
+        if isinstance(index, Node):
+            padding = [0, size - ranges[index], *padding]
+        else:
+            start = index + size if index < 0 else index
+            total = lowerings[aten.unsqueeze](total, dim)
+            padding = [start, size - 1 - start, *padding]
+    return lowerings[aten.constant_pad_nd](total, padding, 0.0) if any(p != 0 for p in padding) else total
+
+
+def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
+    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``, each element at the place that ``address`` computes for it.
+
+    ``address`` returns ``(offset, in_bounds)`` of b, h, q and k (score_graphs.address); it is run over all of them at once.
+    """
+    size = iter(total.get_size())
+    device = total.get_device()
+    kept = [next(size) if used else 1 for used in axes]
+    positions = []
+    for axis, n in enumerate(kept):
+        iota = lowerings[torch.ops.prims.iota](n, start=0, step=1, dtype=torch.int32, device=device, requires_grad=False)
+        positions.append(lowerings[aten.reshape](iota, [n if a == axis else 1 for a in range(4)]))
+    nothing = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=device)
+    offset, inside = subgraphs.over_tensors(address, [nothing, *positions, nothing, *captured], device)
+    numel = sympy.prod(list(kept))
+    offset, inside, total = (lowerings[aten.expand](x, kept) for x in (offset, inside, lowerings[aten.reshape](total, kept)))
+    zero = lowerings[aten.full]([], 0, dtype=torch.int64, device=device)
+    offset = lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero)
+    total = lowerings[aten.where](inside, total, nothing)
+    flat = compat.full([sympy.prod(list(shape))], 0, torch.float32, device)
+    places, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
+    return lowerings[aten.reshape](compat.add_in_order(flat, places, values), list(shape))
+
+
+def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
+    """The workspace of a diagonal's contribution: [parts, B, H, query tiles, Q + K - 1].
+
+    A tile is summed along its diagonals in parts of one tile of keys each, so that the same part of the next tile touches
+    none of the same distances: an element has one writer.
+    """
+    batch, heads, queries, keys = extents
+    shortest = min(t["BLOCK_M2"] for t in tilings)
+    tiles = compat.FloorDiv(queries + shortest - 1, shortest)
+    parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
+    return compat.full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
+
+
+def summed_diagonals(partials: Any, axes: Sequence[bool]) -> Any:
+    """A diagonal's workspace as the gradient of its table, [b?, h?, Q + K - 1]."""
+    return lowerings[aten.sum](partials, axis=[0, *(axis + 1 for axis in (0, 1) if not axes[axis]), 3])

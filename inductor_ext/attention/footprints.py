@@ -1,0 +1,364 @@
+"""What does an expression in a score_mod depend on?
+
+Every node of a score_mod's FX graph gets a **footprint**: whether it depends on the batch, on the head, on the score, and
+one element of this lattice for the query and key positions:
+
+                 PAIR                      both, in no way that we know
+      /      /          \\        \\
+    ROW   COLUMN    DIAGONAL   ANTIDIAGONAL       query only, key only, k - q only, k + q only
+      \\      \\          /        /
+                 NONE
+
+The analysis is an abstract interpretation. A node whose value is exact integer arithmetic carries a sympy polynomial in b,
+h, q, k and opaque atoms, so that ``k - q`` is a diagonal however it is spelt: substitute ``k = q + d``, and q must cancel.
+Every other pointwise op joins its inputs' footprints, and indexing joins those of its indices. What is not understood is
+``unknown``: it may depend on anything. Too large a footprint is a missed optimisation, too small a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..compat import ValueRanges, bound_sympy
+from ..core.integers import exact_integers
+from .reductions import factors, summed
+
+
+class Positions(enum.Enum):
+    """Which of the query and key positions, and how."""
+
+    NONE = "none"
+    ROW = "row"
+    COLUMN = "column"
+    DIAGONAL = "diagonal"
+    ANTIDIAGONAL = "antidiagonal"
+    PAIR = "pair"
+
+    def join(self, other: Positions) -> Positions:
+        """The least upper bound."""
+        if other in (self, Positions.NONE):
+            return self
+        return other if self is Positions.NONE else Positions.PAIR
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a scalar of a score_mod depends on; ``unknown`` where it may be anything (or not repeatable)."""
+
+    batch: bool = False
+    head: bool = False
+    positions: Positions = Positions.NONE
+    score: bool = False
+    unknown: bool = False
+
+    def join(self, other: Footprint) -> Footprint:
+        """The least upper bound."""
+        return Footprint(
+            self.batch or other.batch,
+            self.head or other.head,
+            self.positions.join(other.positions),
+            self.score or other.score,
+            self.unknown or other.unknown,
+        )
+
+    @property
+    def has_key(self) -> bool:
+        """Whether it may differ along a row of scores; if not, softmax does not see it as an additive term."""
+        return self.unknown or self.score or self.positions not in (Positions.NONE, Positions.ROW)
+
+    def __str__(self) -> str:
+        if self.unknown:
+            return "unknown"
+        axes = [name for name, used in (("batch", self.batch), ("head", self.head), ("score", self.score)) if used]
+        return "+".join([*axes, self.positions.value])
+
+
+NOTHING = Footprint()
+UNKNOWN = Footprint(True, True, Positions.PAIR, True, True)
+
+B, H, Q, K = sympy.symbols("b h q k", integer=True)
+_D = sympy.Symbol("d", integer=True)
+
+
+class _Value(NamedTuple):
+    """The abstract value of a node: its footprint and, where it is exact integer arithmetic, a polynomial.
+
+    The value is that of the polynomial in the integers, or for an integer dtype what wrapping makes of it: sums, differences
+    and products of wrapped operands wrap to the same. A cast does not, so it keeps a polynomial only where nothing wrapped.
+    """
+
+    footprint: Footprint
+    polynomial: sympy.Expr | None = None
+
+
+def names(text: str) -> frozenset[str]:
+    """A set of names from a text."""
+    return frozenset(text.split())
+
+
+#: Ops whose result is computed element by element from their tensor inputs, by name (of a function or a method).
+POINTWISE = names("""
+    abs absolute acos acosh add and_ asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not
+    bitwise_or bitwise_right_shift bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos
+    cosh detach div divide double elu eq erf erfc exp exp2 expm1 fix float float_power floor floor_divide floordiv fmax fmin
+    fmod frac ge gelu greater greater_equal gt half hardsigmoid hardswish hardtanh heaviside hypot int inv invert isfinite
+    isinf isnan ldexp le leaky_relu lerp less less_equal log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
+    logical_or logical_xor logit logsigmoid long lshift lt masked_fill maximum minimum mish mod mul multiply ne neg negative
+    not_ not_equal or_ pos positive pow reciprocal relu relu6 remainder round rshift rsqrt rsub selu sgn short sigmoid sign
+    silu sin sinc sinh softplus softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide truediv trunc
+    type type_as where xlogy xor
+""")
+#: Of these, ops that also come as reductions: pointwise with two tensor operands only.
+_BINARY_ONLY = frozenset({"max", "min"})
+#: Ops whose result is one value, whatever the tensor operands hold.
+_CONSTANT = frozenset({"full", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor"})
+#: Ops that hand their operand on, perhaps in another dtype; "to" and the like, and ATen's names for them.
+_CASTS = names(
+    "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
+)
+_NARROW_CASTS = names("char byte short half bfloat16")
+#: Dtypes of which sums and products are followed. A float's are exact within the integers that it represents.
+_FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
+#: What a position is below where its length is symbolic: positions are 32-bit integers, and the sum of two does not wrap.
+_MOST_POSITIONS = 2**30
+
+
+def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, Footprint]:
+    """The footprint of every node of a score_mod graph ``(score, b, h, q, k, *captured)``.
+
+    Works on Dynamo's graphs (``operator``, ``torch`` functions, tensor methods) and on ATen's. Nodes carry a fake
+    tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact. ``extents`` are the lengths of
+    the ranges of b, h, q and k; one that is no int is not known.
+    """
+    return {node: value.footprint for node, value in _interpret(graph, Ranges(extents)).items()}
+
+
+def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[Node]:
+    """The nodes of a score_mod graph that wrap or round integers, or may do so: they differ from the same in the integers.
+
+    These are results of 8 or 16 bits that nothing bounds, and polynomials in the positions beyond their dtype. Single
+    precision is not among them, since no position is beyond what it represents.
+    """
+    ranges = Ranges(extents)
+    values = _interpret(graph, ranges)
+    return {node for node, value in values.items() if _may_differ(node, value, values, ranges)}
+
+
+def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: Ranges) -> bool:
+    dtype = _dtype(node)
+    integers = [n for n in node.all_input_nodes if n in values and not _is_float(n)]
+    if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers or _reads(node):
+        return False
+    cast = name_of(node) in _CASTS | _NARROW_CASTS
+    if dtype.itemsize <= 2 and (cast or not _is_float(node)):
+        polynomial = values[integers[0]].polynomial if cast else None
+        return polynomial is None or not ranges.fits(polynomial, dtype)
+    of_positions = value.polynomial is not None and value.polynomial.free_symbols <= {B, H, Q, K}
+    return not _is_float(node) and of_positions and not ranges.fits(value.polynomial, dtype)
+
+
+def _reads(node: Node) -> bool:
+    """Whether a node is an element of a tensor."""
+    return node.target is operator.getitem or name_of(node) in ("index", "mod_index")
+
+
+def _is_float(node: Node) -> bool:
+    dtype = _dtype(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
+    """The abstract value of every node; ``ranges`` learns the range of every new symbol."""
+    score, b, h, q, k, *captured = graph.find_nodes(op="placeholder")
+    values = {
+        score: _Value(Footprint(score=True)),
+        b: _Value(Footprint(batch=True), B),
+        h: _Value(Footprint(head=True), H),
+        q: _Value(Footprint(positions=Positions.ROW), Q),
+        k: _Value(Footprint(positions=Positions.COLUMN), K),
+        **{c: _Value(NOTHING, _size_symbol(c)) for c in captured},
+    }
+    atoms: dict[sympy.Symbol, Footprint] = {}
+    counter = itertools.count()
+    for node in graph.nodes:
+        if node not in values and node.op != "output":
+            value = _evaluate(node, values, atoms, ranges)
+            if value.polynomial is None and _exact(node) and value.footprint.positions is not Positions.PAIR:
+                atom = sympy.Symbol(f"n{next(counter)}", integer=True)
+                atoms[atom] = value.footprint
+                ranges.add(atom, _dtype(node))
+                value = value._replace(polynomial=atom)
+            values[node] = value
+    return values
+
+
+def name_of(node: Node) -> str:
+    """What a node calls, without module, overload, trailing underscores of operator names or in-place marks."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+class Ranges:
+    """The ranges of the symbols of polynomials, and whether a dtype holds all that a polynomial can be."""
+
+    def __init__(self, extents: Sequence[Any]) -> None:
+        lengths = [n if isinstance(n, int) else _MOST_POSITIONS for n in extents]
+        self._ranges = {s: ValueRanges(0, max(n - 1, 0)) for s, n in zip((B, H, Q, K), lengths, strict=True)}
+
+    def add(self, symbol: sympy.Symbol, dtype: torch.dtype | None) -> None:
+        """A new symbol, which may be anything that its dtype holds; a Python integer has no bounds."""
+        if dtype is not None:
+            self._ranges[symbol] = ValueRanges(*exact_integers(dtype))
+
+    def fits(self, polynomial: sympy.Expr, dtype: torch.dtype | None) -> bool:
+        """Whether a dtype represents every value of a polynomial; a Python integer (None) always does."""
+        if dtype is None:
+            return True
+        if not polynomial.free_symbols <= self._ranges.keys():
+            return False
+        least, greatest = exact_integers(dtype)
+        found = bound_sympy(sympy.expand(polynomial), self._ranges)
+        return bool(found.lower >= least and found.upper <= greatest)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    """The dtype of a node's tensor, None for a Python number."""
+    return getattr(_fake(node), "dtype", None)
+
+
+def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges) -> _Value:
+    operands = [values[n] for n in node.all_input_nodes]
+    joined = functools.reduce(Footprint.join, (v.footprint for v in operands), NOTHING)
+    if joined.unknown or node.op not in ("call_function", "call_method", "get_attr"):
+        return _Value(UNKNOWN)
+    if node.op == "get_attr":
+        return _Value(NOTHING)
+    name = name_of(node)
+    if _reads(node):
+        scalar = all(isinstance(i, (int, Node)) for i in _indices(node))
+        # An element of a vector that is computed for each position could not be read outside.
+        captured = isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+        return _Value(joined) if scalar and captured else _Value(UNKNOWN)
+    if name in _CONSTANT:
+        return _Value(NOTHING if not any(isinstance(a, Node) for a in node.args[1:]) else joined)
+    if summed(node) is not None:
+        # Anything but an inner product would hold a vector for every pair.
+        return _Value(joined if joined.positions is not Positions.PAIR or factors(node) is not None else UNKNOWN)
+    binary = name in _BINARY_ONLY and len(node.args) == 2 and all(isinstance(a, Node) for a in node.args)
+    if name not in POINTWISE | _CASTS and not binary:
+        return _Value(UNKNOWN)
+    polynomial = _polynomial(node, name, values, ranges)
+    if polynomial is None:
+        return _Value(joined)
+    return _Value(_footprint(polynomial, joined, atoms), polynomial)
+
+
+def _indices(node: Node) -> Sequence[Any]:
+    indices = node.args[1]
+    return indices if isinstance(indices, (tuple, list)) else (indices,)
+
+
+def _fake(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _size_symbol(captured: Node) -> sympy.Expr | None:
+    """A captured symbolic integer as a constant of the analysis."""
+    value = _fake(captured)
+    return sympy.Symbol(f"size_{captured.name}", integer=True) if isinstance(value, (int, torch.SymInt)) else None
+
+
+def _exact(node: Node) -> bool:
+    """Whether a node's dtype holds sums and products of positions exactly."""
+    value = _fake(node)
+    if isinstance(value, torch.Tensor):
+        return value.dtype in (torch.int32, torch.int64)
+    return isinstance(value, (int, torch.SymInt))
+
+
+def _polynomial(node: Node, name: str, values: dict[Node, _Value], ranges: Ranges) -> sympy.Expr | None:
+    """The node's value as a polynomial of its operands', None where it is not exact integer arithmetic."""
+    dtype = _dtype(node)
+    if dtype is not None and dtype not in _FOLLOWED:
+        return None
+    result = _exact_result(node, name, values)
+    if result is None:
+        return None
+    # An operand of another dtype is cast first.
+    kept = all(_keeps(values[a].polynomial, _dtype(a), dtype, ranges) for a in node.all_input_nodes)
+    floats = dtype is not None and dtype.is_floating_point
+    return result if kept and (not floats or ranges.fits(result, dtype)) else None
+
+
+def _keeps(polynomial: sympy.Expr, before: torch.dtype | None, after: torch.dtype | None, ranges: Ranges) -> bool:
+    """Whether a cast keeps the value of a polynomial: it did not wrap before, and does not afterwards."""
+    return before is after or (ranges.fits(polynomial, before) and ranges.fits(polynomial, after))
+
+
+def _exact_result(node: Node, name: str, values: dict[Node, _Value]) -> sympy.Expr | None:
+    """What the node computes of its operands' polynomials in the integers."""
+    if name in _CASTS:
+        source = node.args[0]
+        return values[source].polynomial if isinstance(source, Node) else None
+    if node.kwargs and set(node.kwargs) - {"alpha"}:
+        return None
+    operands = [_operand(a, values) for a in node.args]
+    if any(x is None for x in operands):
+        return None
+    alpha = _operand(node.kwargs.get("alpha", 1), values)
+    if alpha is None:
+        return None
+    if name == "add" and len(operands) == 2:
+        return operands[0] + alpha * operands[1]
+    if name in ("sub", "subtract") and len(operands) == 2:
+        return operands[0] - alpha * operands[1]
+    if name == "rsub" and len(operands) == 2:
+        return operands[1] - alpha * operands[0]
+    if name in ("mul", "multiply") and len(operands) == 2:
+        return operands[0] * operands[1]
+    if name in ("neg", "negative"):
+        return -operands[0]
+    return None
+
+
+def _operand(argument: Any, values: dict[Node, _Value]) -> sympy.Expr | None:
+    if isinstance(argument, Node):
+        return values[argument].polynomial
+    exact = isinstance(argument, int) and not isinstance(argument, bool)
+    return sympy.Integer(argument) if exact else None
+
+
+def _footprint(polynomial: sympy.Expr, joined: Footprint, atoms: dict[sympy.Symbol, Footprint]) -> Footprint:
+    """The footprint of a polynomial, never larger than the join of its operands' footprints."""
+    polynomial = sympy.expand(polynomial)
+    symbols = polynomial.free_symbols
+    opaque = functools.reduce(Footprint.join, (atoms[s] for s in symbols if s in atoms), NOTHING)
+    own = Footprint(B in symbols, H in symbols, _positions(polynomial))
+    return replace(own.join(opaque), score=joined.score)
+
+
+def _positions(polynomial: sympy.Expr) -> Positions:
+    symbols = polynomial.free_symbols
+    if Q not in symbols or K not in symbols:
+        return Positions.ROW if Q in symbols else Positions.COLUMN if K in symbols else Positions.NONE
+    for positions, key in ((Positions.DIAGONAL, Q + _D), (Positions.ANTIDIAGONAL, _D - Q)):
+        if Q not in sympy.expand(polynomial.subs(K, key)).free_symbols:
+            return positions
+    return Positions.PAIR
+
+
+def join_all(items: Iterable[Footprint]) -> Footprint:
+    """The join of several footprints."""
+    return functools.reduce(Footprint.join, items, NOTHING)

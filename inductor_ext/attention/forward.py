@@ -1,0 +1,175 @@
+"""Lowering of ``flex_attention`` for training onto ``flex_forward.py.jinja``.
+
+Taken where the logsumexp is needed. Inference, decoding-sized queries, explicit backends and dtypes that the template does
+not take stay with stock's lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..compat import FlexBlockMask, SymbolicGridFn, V
+from ..core import subgraphs
+from ..core.report import STOCK, leave_to_stock, record, user_line
+from ..core.templates import load
+from ..options import Options
+from . import common, score_graphs
+from .bounds import extents_of
+from .captured_grads import SCORE_MOD_INPUTS, output_nodes, returning
+from .tile_tables import TileTables, tile_tables
+from .tiles import forward_config
+
+NAME = "flex_attention"
+
+
+@SymbolicGridFn
+def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    return cdiv(queries, meta["BLOCK_M"]), batch, heads
+
+
+_template = compat.make_template("gradfuse_flex_forward", _grid, load("flex_forward", "flex_tables"))
+
+
+def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+
+    def flex_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float,
+        kernel_options: dict[str, Any],
+        score_captured: Any,
+        mask_captured: Any,
+    ) -> Any:
+        where = user_line(V.graph.current_node)
+        modules = (score_mod.graph_module, FlexBlockMask.of(block_mask).mask_mod.graph_module)
+        inference = not kernel_options.get("OUTPUT_LOGSUMEXP")
+        reason = common.why_stock(query, key, value, kernel_options)
+        reason = reason or common.not_scalar(modules[0]) or common.not_scalar(modules[1])
+        if inference:
+            # Stock's kernel is as good where no gradient is needed.
+            record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", where)
+        elif reason is not None:
+            leave_to_stock(own.strict, NAME, "flex_attention", reason, where, common.ADVICE)
+        if inference or reason is not None:
+            return stock(query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured)
+        return _lower(
+            query,
+            key,
+            value,
+            score_mod,
+            FlexBlockMask.of(block_mask),
+            scale,
+            kernel_options,
+            score_captured,
+            mask_captured,
+        )
+
+    return flex_attention
+
+
+def _lower(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: FlexBlockMask,
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_captured: Any,
+    mask_captured: Any,
+) -> tuple[Any, Any, Any]:
+    common.check_head_dims(query, value)
+    device, dtype = query.get_device(), query.get_dtype()
+    node = V.graph.current_node
+    query, key, value = compat.realize([query, key, value])
+    block_mask = FlexBlockMask(*compat.realize(block_mask[:-1]), block_mask.mask_mod)
+    score_captured, mask_captured = compat.realize(score_captured), compat.realize(mask_captured)
+    batch, heads, length, _ = query.get_size()
+
+    score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
+    tables = tile_tables(score_graph, kernel_options, score_captured)
+    score_buffer = score_subgraph(score_graph, node, device, score_captured, tables)
+    mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
+
+    size = [batch, heads, length, value.get_size()[-1]]
+    layout = compat.fixed_layout(device, dtype, size, compat.dense_strides(size, query.get_stride()))
+    logsumexp = compat.empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
+    max_scores = compat.empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
+    full_kv_num_blocks, full_kv_blocks, *_ = common.full_block_lists(block_mask, device)
+    inputs = [query, key, value, logsumexp, max_scores, block_mask.kv_num_blocks, block_mask.kv_indices]
+    inputs += [full_kv_num_blocks, full_kv_blocks]
+
+    options = common.template_options(query, key, value, block_mask, scale, kernel_options)
+    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and scale > 0
+    options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
+    options["WIDE_INDEX"] = score_graphs.is_wide([*score_captured, *mask_captured])
+    options.update(tables.options())
+    configs, _ = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    choices: list[Any] = []
+    if len(configs) == 1:
+        inlined = {"score_mod": not options["IDENTITY_SCORE_MOD"], "mask_mod": not options["TRIVIAL_MASK_MOD"]}
+        inlined["chained_reads"] = score_graphs.has_chained_reads(score_graph)
+        configs = [forward_config(configs[0], compat.architecture(device), **inlined)]
+    tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
+    for tiled in common.tile_choices(options, "fwd", configs, tiles):
+        _template.maybe_append_choice(
+            choices=choices,
+            input_nodes=[*inputs, *tables.buffers()],
+            layout=layout,
+            subgraphs=[score_buffer, mask_buffer],
+            mutated_inputs=[logsumexp, max_scores],
+            call_sizes=query.get_size(),
+            **tiled,
+        )
+    generators = {
+        5: common.num_blocks_for_autotuning(block_mask.kv_indices),
+        6: common.indices_for_autotuning,
+        7: common.num_blocks_for_autotuning(full_kv_blocks),
+        8: common.indices_for_autotuning,
+    }
+    captured = [*score_captured, *mask_captured]
+    out = compat.autotune(
+        "gradfuse_flex_forward",
+        choices,
+        [*inputs, *tables.buffers(), *captured],
+        layout,
+        generators,
+        captured,
+        [score_buffer, mask_buffer],
+    )
+    record(NAME, "flex_attention", "flex_forward.py.jinja", _shape_note(query, key), user_line(node))
+    return out, logsumexp, max_scores
+
+
+def _shape_note(query: Any, key: Any) -> str:
+    return f"training; query {tuple(query.get_size())}, key {tuple(key.get_size())}"
+
+
+def score_subgraph(
+    module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
+) -> Any:
+    """The score_mod, ready to be inlined, with safe reads."""
+    module = returning(module, output_nodes(module.graph))
+    tiles = tables.read_by_tile(module, SCORE_MOD_INPUTS)
+    score_graphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
+    (buffer,) = subgraphs.inline(module, score_graphs.score_placeholders(device, torch.float32), [*captured, *tiles])
+    return buffer
+
+
+def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
+    """The mask_mod, ready to be inlined, with safe reads."""
+    module = returning(module, output_nodes(module.graph))
+    score_graphs.clamp_reads(module, extents_of(module, common.extents(node), first=0))
+    (buffer,) = subgraphs.inline(module, score_graphs.mask_placeholders(device), captured)
+    return buffer
+
+
+__all__ = ["NAME", "lower", "mask_subgraph", "score_subgraph"]

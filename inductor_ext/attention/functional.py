@@ -1,0 +1,145 @@
+"""A score_mod without in-place operations and gradient modes: the same values and gradients, in ops that only compute.
+
+What follows reads a score_mod as an expression: it copies, merges and drops nodes. So ``x.mul_(2)`` becomes a new value that
+takes the place of ``x`` from there on, and what is computed under ``torch.no_grad`` is detached where it leaves the region.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..core.purity import called, changes_in_place, is_pure, sets_gradient_mode
+
+_OPERATORS = {
+    getattr(operator, f"i{name}"): getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
+} | {operator.iand: operator.and_, operator.ior: operator.or_}
+#: Ops whose result is a view of their operand.
+_VIEWS = {"view", "view_as", "reshape", "detach", "expand", "expand_as", "squeeze", "unsqueeze", "alias", "T", "mT", "t"}
+_VIEWS |= {"flatten", "ravel", "transpose", "permute", "select", "narrow"}
+#: Ops that return their operand itself where it has the dtype and layout already.
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "positive"}
+
+
+class Impure(Exception):
+    """A score_mod that cannot be read as an expression; the message says why."""
+
+
+def functionalise(graph: Graph) -> list[str]:
+    """Make a score_mod's graph functional; returns what was done. Raises Impure, with nothing changed, if it cannot."""
+    nodes = list(graph.nodes)
+    _check(nodes)
+    done = []
+    for node in nodes:
+        if changes_in_place(node):
+            _out_of_place(graph, node)
+            done.append("in-place operations made functional")
+    if any(map(sets_gradient_mode, nodes)):
+        _detach_regions(graph)
+        done.append("no_grad regions detached")
+    return list(dict.fromkeys(done))
+
+
+def impurity(graph: Graph) -> str | None:
+    """Why a graph is no expression, None where it is one."""
+    for node in graph.nodes:
+        if not is_pure(node):
+            return f"{called(node)} does more than compute a value"
+    return None
+
+
+def _check(nodes: list[Node]) -> None:
+    gradients = True
+    for node in nodes:
+        if called(node) in ("_enter_inference_mode", "_exit_inference_mode"):
+            raise Impure("it enters inference mode")
+        if sets_gradient_mode(node):
+            gradients = bool(node.args[0])
+        elif changes_in_place(node):
+            if not gradients:
+                raise Impure("it changes a value in place under no_grad")
+            _check_in_place(node)
+
+
+def _check_in_place(node: Node) -> None:
+    changed = node.args[0] if node.args else None
+    if node.kwargs.get("out") is not None or not isinstance(changed, Node) or _functional(node) is None:
+        raise Impure(f"{called(node)} has no form that is not in place")
+    captured = changed.op == "placeholder" and changed not in changed.graph.find_nodes(op="placeholder")[:1]
+    if captured or _is_view(changed):
+        raise Impure(f"{called(node)} changes a captured tensor or a view in place")
+    if any(_is_view(user) and user.args[0] is changed for user in changed.users):
+        raise Impure(f"{called(node)} changes a value in place that there is a view of")
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return not any(isinstance(i, Node) for i in index)
+    if called(node) in _CASTS and isinstance(node.args[0], Node):
+        return _dtype(node) is _dtype(node.args[0])
+    return called(node) in _VIEWS
+
+
+def _functional(node: Node) -> tuple[str, Any] | None:
+    """The op and target of the same computation out of place, None where there is none."""
+    if node.kwargs.get("inplace") is True:
+        return node.op, node.target
+    if node.target in _OPERATORS:
+        return node.op, _OPERATORS[node.target]
+    name = called(node)[:-1]
+    if name in ("fill", "zero", "copy"):
+        return node.op, name
+    if node.op == "call_method" and hasattr(torch.Tensor, name):
+        return node.op, name
+    return (node.op, getattr(torch, name)) if node.op == "call_function" and hasattr(torch, name) else None
+
+
+def _out_of_place(graph: Graph, node: Node) -> None:
+    changed, value = node.args[0], node.args[0].meta["example_value"]
+    op, target = _functional(node)
+    kwargs = {**node.kwargs, **({"inplace": False} if "inplace" in node.kwargs else {})}
+    with graph.inserting_before(node):
+        if target in ("fill", "zero"):
+            fill = node.args[1] if target == "fill" else 0
+            new = graph.call_function(torch.full_like, (changed, fill))
+        elif target == "copy":
+            new = graph.call_method("to", (node.args[1], value.dtype))
+        else:
+            new = graph.create_node(op, target, node.args, kwargs)
+        new.meta = dict(node.meta)
+        if any(_dtype(n) is not value.dtype for n in node.all_input_nodes):
+            # In place, the result has the dtype of what is changed, whatever the other operands are.
+            new = graph.call_method("to", (new, value.dtype))
+            new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    for user in [u for u in changed.users if u > node]:
+        user.replace_input_with(changed, new)
+    graph.erase_node(node)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("example_value"), "dtype", None)
+
+
+def _detach_regions(graph: Graph) -> None:
+    without: list[Node] = []
+    gradients = True
+    for node in list(graph.nodes):
+        if sets_gradient_mode(node):
+            gradients = bool(node.args[0])
+            graph.erase_node(node)
+        elif not gradients and node.op not in ("placeholder", "output"):
+            without.append(node)
+    for node in without:
+        outside = [user for user in node.users if user not in without]
+        if outside and isinstance(node.meta.get("example_value"), torch.Tensor):
+            with graph.inserting_after(node):
+                detached = graph.call_method("detach", (node,))
+            detached.meta = dict(node.meta)
+            for user in outside:
+                user.replace_input_with(node, detached)

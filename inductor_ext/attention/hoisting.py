@@ -1,0 +1,379 @@
+"""Expressions of a score_mod that depend on less than a (query, key) pair, computed once outside the kernel.
+
+On Dynamo's graph, before autograd: a score-free subexpression whose footprint (footprints.py) is a row, a column, a
+diagonal, a small pair or none at all becomes an fp32 table made by ordinary torch ops, which the score_mod reads at a
+canonical index.
+Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K values a head, not Q * K.
+
+    footprint     table                     read as
+    none          [B?, H?]                  t[b, h]
+    row           [B?, H?, Q]               t[b, h, q]
+    column        [B?, H?, K]               t[b, h, k]
+    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances at the end)
+    antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, of lookups or dear functions)
+
+Rules, in this order:
+    a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
+    score-free terms of one footprint in a sum are merged into one table;
+    what is left is hoisted where it reads a captured tensor at other than a plain position.
+A diagonal made of per-row or per-column values by cheap arithmetic (``slope[h] * (q - k)``) stays in the kernel, where its
+gradient is a sum in registers. Equal tables are shared. Masks are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..compat import flex_attention_hop
+from ..core import depend  # noqa: F401  (registers gradfuse::depend)
+from ..core.dynamo_graph import Inserter
+from ..core.purity import called
+from ..core.report import record, user_line
+from ..options import Options
+from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
+from .expressions import expression
+from .footprints import Footprint, Positions, footprints, inexact_integers, join_all, name_of, names
+from .functional import impurity
+from .score_mods import drop_unused, fake_tensor, install, needs_grad, placeholders
+from .tables import Tables
+
+NAME = "hoisting"
+
+_SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
+#: Ops that cost a kernel more than reading a table does.
+_DEAR = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
+#: Footprints that cost a table of their own, so that cheap arithmetic on what is read already stays in the kernel.
+_WIDE = (Positions.DIAGONAL, Positions.ANTIDIAGONAL, Positions.PAIR)
+#: Elements of the largest table of pairs that is made (16 MB, which stays in a GPU's L2). Such a table costs a read of H·Q·K
+#: elements and the gradient's tiles; the expression in the kernel costs B·H·Q·K lookups, and as many atomics backward.
+LARGEST_PAIR_TABLE = 2**22
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Hoist, in place, what can be hoisted out of every score_mod of a Dynamo graph that will need a gradient."""
+    if not own.enabled(NAME):
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
+        module = getattr(gm, node.args[3].target)
+        trains = needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())])
+        # What is left of an impure score_mod was reported where it was left as it is.
+        if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
+            _rewrite_node(gm, node, own)
+    gm.recompile()
+
+
+def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+    query, key, value, score_mod, block_mask, scale, kernel_options, *rest = node.args
+    captured, mask_captured = [*rest, (), ()][:2]
+    module = getattr(gm, score_mod.target)
+    graph = Graph()
+    returned = graph.graph_copy(module.graph, {})
+    graph.output(returned)
+    _fill_constants(graph)
+    tables = Tables(
+        Inserter(gm.graph, node),
+        graph,
+        query,
+        key,
+        dict(zip(placeholders(graph)[5:], captured, strict=True)),
+        inexact_integers(graph, _extents(query, key)),
+        masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
+    )
+    hoist = _Hoist(graph, footprints(graph, _extents(query, key)), list(captured), tables)
+    with gm.graph.inserting_before(node):
+        anchors = hoist.drop_invariant() if _only_output(node) else []
+        hoist.merge_sums()
+        hoist.hoist_rest()
+        if not hoist.done:
+            return
+        graph.eliminate_dead_code()
+        captured = drop_unused(graph, [*captured, *tables.operands], [])
+        if anchors:
+            query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
+        new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
+    for i, operand in enumerate(captured):
+        if operand in tables.diagonals:
+            bits[tables.diagonals[operand]] |= 1 << i
+    kernel_options = {
+        **kernel_options,
+        DIAGONAL_OPTION: bits[Positions.DIAGONAL],
+        ANTIDIAGONAL_OPTION: bits[Positions.ANTIDIAGONAL],
+    }
+    node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
+    for path, why in hoist.done:
+        record(NAME, "flex_attention", path, why, user_line(node))
+
+
+def _extents(query: Node, key: Node) -> list[Any]:
+    """How many values b, h, q and k take."""
+    shape = fake_tensor(query).shape
+    return [*shape[:3], fake_tensor(key).shape[2]]
+
+
+def _is_vector(node: Node) -> bool:
+    """Whether a node of a score_mod computes more than one number, as a row of a captured tensor does."""
+    value = fake_tensor(node)
+    return node.op in ("call_function", "call_method") and value is not None and value.dim() > 0
+
+
+def _has_vectors(graph: Graph) -> bool:
+    return any(map(_is_vector, graph.nodes))
+
+
+def _fill_constants(graph: Graph) -> None:
+    """``zeros_like(x)`` and the like take nothing from ``x`` but its dtype: they do not depend on it."""
+    for node in list(graph.nodes):
+        value, name = fake_tensor(node), called(node)
+        if value is None or value.dim() > 0:
+            continue
+        number = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}.get(name)
+        if name in ("full_like", "new_full"):
+            at = 1 if name == "full_like" else 2
+            number = node.args[at] if len(node.args) > at else node.kwargs.get("fill_value")
+        if isinstance(number, (bool, int, float)):
+            with graph.inserting_before(node):
+                constant = graph.call_function(torch.full, ((), number), {"dtype": value.dtype, "device": value.device})
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            graph.erase_node(node)
+
+
+def _only_output(node: Node) -> bool:
+    """Whether nobody reads the logsumexp or the row maximum."""
+    return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
+
+
+def _mask_is_trivial(module: GraphModule) -> bool:
+    """Whether a mask_mod is the one that flex_attention makes up where there is no block mask."""
+    (out,) = module.graph.find_nodes(op="output")[0].args
+    return isinstance(out, Node) and name_of(out) in ("new_ones", "ones", "full")
+
+
+@dataclass
+class _Hoist:
+    """One score_mod: its graph, the footprints of its nodes, and what has been done to it: (path, why) for the report."""
+
+    graph: Graph
+    footprints: dict[Node, Footprint]
+    captured: list[Any]
+    tables: Tables
+    done: list[tuple[str, str]] = field(default_factory=list)
+    reads: set[Node] = field(default_factory=set)
+
+    # ------------------------------------------------ the three rules
+
+    def drop_invariant(self) -> list[Any]:
+        """Drop learned terms of the output without a key; return the tensors they learn, whose gradient is zero."""
+        output = self.graph.find_nodes(op="output")[0]
+        root = output.args[0]
+        terms = self._terms(root)
+        gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key and self._learned(n)]
+        # A cumulative gate that is read at the query and at the key: the rounding of one sum cancels that of the other.
+        elsewhere = {x for _, n in terms if n not in gone for x in self._learned_anywhere(n)}
+        gone = [n for n in gone if elsewhere.isdisjoint(self._learned(n))]
+        kept = [(sign, n) for sign, n in terms if n not in gone]
+        if not gone or not any(isinstance(n, Node) for _, n in kept):
+            return []
+        with self.graph.inserting_before(output):
+            output.args = (self._sum(kept, root),)
+        self.done += [("dropped", f"{expression(n)}: it has no key, softmax does not see it") for n in gone]
+        anchors = {operand: None for n in gone for operand in self._learned(n)}
+        self.graph.eliminate_dead_code()
+        return list(anchors)
+
+    def _learned(self, node: Node) -> list[Any]:
+        """The captured tensors that a term learns; none where it may hold an infinity, which hides a whole row.
+
+        That is a term with an infinite constant, or with a frozen tensor of floats (which may be a mask of -inf).
+        """
+        cone = self._cone(node)
+        numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+        if any(math.isinf(x) for x in numbers):
+            return []
+        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        read = [operands[n] for n in cone if n in operands]
+        floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
+        return floats if all(fake_tensor(x).requires_grad for x in floats) else []
+
+    def _learned_anywhere(self, node: Any) -> list[Any]:
+        """The captured tensors that a term reads and that need a gradient."""
+        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        read = [operands[n] for n in self._cone(node) if n in operands] if isinstance(node, Node) else []
+        return [x for x in read if needs_grad([x])]
+
+    def merge_sums(self) -> None:
+        """In every sum, score-free terms of one footprint become one table."""
+        for root in [n for n in self.graph.nodes if _adds_numbers(n) and not self._inside_a_sum(n)]:
+            if root not in self.footprints or self._hoistable(root):
+                continue
+            terms = self._terms(root)
+            groups: dict[Positions, list[tuple[int, Node]]] = {}
+            for sign, n in terms:
+                if isinstance(n, Node) and self._mergeable(n):
+                    groups.setdefault(self.footprints[n].positions, []).append((sign, n))
+            if Positions.NONE in groups and len(groups) > 1:
+                none = groups.pop(Positions.NONE)
+                groups[next(iter(groups))] += none
+            merged = [group for group in groups.values() if len(group) > 1]
+            if not merged:
+                continue
+            in_a_table = {id(n) for group in merged for _, n in group}
+            kept = [(sign, n) for sign, n in terms if id(n) not in in_a_table]
+            with self.graph.inserting_before(root):
+                reads = [(1, self._read(group)) for group in merged]
+                total = self._sum(kept + reads, root)
+            root.replace_all_uses_with(total)
+
+    def hoist_rest(self) -> None:
+        """Every maximal hoistable expression that is not yet a plain read becomes a table."""
+        maximal = [
+            n for n in self.graph.nodes if self._worth_hoisting(n) and not all(self._worth_hoisting(u) for u in n.users)
+        ]
+        # Users first: what they are computed from may be hoisted too, for somebody else.
+        for node in reversed(maximal):
+            with self.graph.inserting_before(node):
+                read = self._read([(1, node)])
+            node.replace_all_uses_with(read)
+
+    # ------------------------------------------------ predicates
+
+    def _hoistable(self, node: Node) -> bool:
+        """Whether a table can hold the node: a float that depends on less than a pair, and not on the score."""
+        footprint = self.footprints.get(node)
+        value = fake_tensor(node)
+        return (
+            node.op in ("call_function", "call_method")
+            and footprint is not None
+            and not footprint.unknown
+            and not footprint.score
+            and (footprint.positions is not Positions.PAIR or self._small(footprint) or self._sums_vectors(node))
+            and value is not None
+            and value.dim() == 0
+            and value.is_floating_point()
+        )
+
+    def _mergeable(self, node: Node) -> bool:
+        """Whether a term of a sum may share a table; a plain pair is better read where it is."""
+        if not self._hoistable(node) or not self._reads_tables(node):
+            return False
+        return self.footprints[node].positions is not Positions.PAIR or self._worth_hoisting(node)
+
+    def _sums_vectors(self, node: Node) -> bool:
+        """Whether a number is computed from whole rows of captured tensors, which no kernel can do for every score."""
+        return any(_is_vector(n) for n in self._cone(node))
+
+    def _small(self, footprint: Footprint) -> bool:
+        """Whether a table of pairs is small enough to be made."""
+        elements = self.tables.elements(footprint)
+        return elements is not None and elements <= LARGEST_PAIR_TABLE
+
+    def _worth_hoisting(self, node: Node) -> bool:
+        if not self._hoistable(node) or not self._reads_tables(node) or self._plain_read(node) or node in self.reads:
+            return False
+        if self.footprints[node].positions not in _WIDE or self._sums_vectors(node):
+            return True
+        wide = [n for n in self._cone(node) if self.footprints[n].positions in _WIDE]
+        return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _DEAR for n in wide)
+
+    def _plain_read(self, node: Node) -> bool:
+        """Whether a node is already ``table[positions and constants]``."""
+        positions = placeholders(self.graph)[1:5]
+        if not self._is_read(node) or node.args[0].op != "placeholder":
+            return False
+        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(isinstance(i, int) or i in positions for i in indices)
+
+    def _is_read(self, node: Node) -> bool:
+        return node.target is operator.getitem
+
+    def _reads_tables(self, node: Node) -> bool:
+        return any(self._is_read(n) for n in self._cone(node))
+
+    def _inside_a_sum(self, node: Node) -> bool:
+        return len(node.users) == 1 and _adds_numbers(next(iter(node.users)))
+
+    # ------------------------------------------------ pieces
+
+    def _cone(self, node: Node) -> Iterable[Node]:
+        """A node and all it is computed from."""
+        seen = {node: None}
+        stack = [node]
+        while stack:
+            for n in stack.pop().all_input_nodes:
+                if n not in seen:
+                    seen[n] = None
+                    stack.append(n)
+        return seen
+
+    def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
+        """A sum as signed terms; a node that is no sum, or is used elsewhere too, is one term."""
+        if not _adds_numbers(node):
+            return [(sign, node)]
+        if node in self.footprints and self._hoistable(node):
+            return [(sign, node)]
+        first, second = node.args
+        inner = sign * _SUMS[node.target]
+        left = self._terms(first, sign) if _single_use(first) else [(sign, first)]
+        right = self._terms(second, inner) if _single_use(second) else [(inner, second)]
+        return left + right
+
+    def _sum(self, terms: list[tuple[int, Any]], like: Node) -> Node:
+        """The sum of signed terms, a positive one first."""
+        terms = sorted(terms, key=lambda t: -t[0])
+        sign, total = terms[0]
+        if sign < 0:
+            total = self._new(operator.neg, (total,), total)
+        for sign, term in terms[1:]:
+            total = self._new(operator.add if sign > 0 else operator.sub, (total, term), like)
+        return total
+
+    def _new(self, target: Any, args: tuple[Any, ...], like: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta = dict(like.meta) if isinstance(like, Node) else {}
+        self.footprints[node] = join_all(self.footprints[n] for n in node.all_input_nodes)
+        return node
+
+    def _read(self, group: list[tuple[int, Node]]) -> Node:
+        """Replace a signed sum of nodes by a read of its table."""
+        footprint = join_all((self.footprints[n] for _, n in group))
+        read, note = self.tables.read(group, footprint)
+        read.meta = dict(group[0][1].meta)
+        self.reads.add(read)
+        self.footprints[read] = footprint
+        text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
+        self.done.append(("table", f"{text}: {footprint}, {note}"))
+        return read
+
+
+def _adds_numbers(node: Any) -> bool:
+    """Whether a node adds or subtracts real numbers, whose order and grouping is free: all floating point of one precision.
+
+    Integers wrap and lose that meaning when they become floats, booleans have a logic of their own.
+    """
+    if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+        return False
+    kinds = {_precision(x) for x in (node, *node.args)} - {"number"}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _precision(x: Any) -> str | None:
+    """The precision that a term is computed in here (half precision in fp32), "number" for a Python number, else None."""
+    if isinstance(x, (int, float)):
+        return "number"
+    value = fake_tensor(x)
+    if value is None or not value.is_floating_point():
+        return None
+    return "float64" if value.dtype is torch.float64 else "float32"
+
+
+def _single_use(node: Any) -> bool:
+    return isinstance(node, Node) and len(node.users) == 1

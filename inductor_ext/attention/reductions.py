@@ -1,0 +1,60 @@
+"""Sums over rows of captured tensors in a score_mod: ``torch.dot(a[b, h, q], c[b, k])``, ``(a[h, q] * c[h, k]).sum(-1)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..core.purity import called
+
+_DOTS = {"dot", "vdot", "inner", "matmul"}
+_PRODUCTS = {"mul", "multiply"}
+
+
+def summed(node: Node) -> tuple[Any, ...] | None:
+    """The vector that ``node`` is the sum of, or the two whose products it sums; None for anything else."""
+    if _rank(node) != 0:
+        return None
+    if called(node) in _DOTS and len(node.args) == 2 and not node.kwargs and all(_rank(x) == 1 for x in node.args):
+        return tuple(node.args)
+    dims = (*node.args[1:], *node.kwargs.values())
+    if called(node) == "sum" and _rank(node.args[0]) == 1 and all(d in (0, -1, (0,), (-1,), [0], [-1]) for d in dims):
+        return (node.args[0],)
+    return None
+
+
+def factors(node: Node) -> tuple[Node, Node] | None:
+    """The vector of the query and that of the key of which ``node`` is the inner product; None where it is none."""
+    terms = summed(node)
+    if terms is not None and len(terms) == 1 and called(terms[0]) in _PRODUCTS and not terms[0].kwargs:
+        terms = terms[0].args
+    if terms is None or len(terms) != 2 or any(_rank(x) != 1 for x in terms):
+        return None
+    query, key = node.graph.find_nodes(op="placeholder")[3:5]
+    reached = [_cone(x) for x in terms]
+    for first, second in ((0, 1), (1, 0)):
+        if key not in reached[first] and query not in reached[second]:
+            return terms[first], terms[second]
+    return None
+
+
+def depends_on_position(node: Node) -> bool:
+    """Whether ``node`` is computed from any of b, h, q and k."""
+    return not _cone(node).isdisjoint(node.graph.find_nodes(op="placeholder")[1:5])
+
+
+def _rank(node: Any) -> int | None:
+    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+    return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+def _cone(node: Node) -> set[Node]:
+    seen, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return seen

@@ -1,0 +1,268 @@
+"""score_mods that stock refuses, rewritten on Dynamo's graph into ones that every stage below understands.
+
+Dynamo hands us ``flex_attention(q, k, v, score_mod, block_mask, ..., captured, mask_captured)`` with the score_mod as a
+small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its value and its gradient:
+
+    in-place operations      x.mul_(2); no_grad regions  -> x * 2; detached values
+    a lookup by embedding    embedding(i, table)         -> table[i]
+    nested indexing          table[i][j]                 -> table[i, j]
+    captured-only work       softplus(table)[h], w[0]    -> computed once outside, the result captured
+    0-d captures             score * temperature         -> score * temperature.view(1)[0]
+    unused captures          _ = w[h]; return score      -> not captured at all
+    no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
+
+and the logsumexp is asked for wherever a gradient will need it (the front end forgets it for CPU tensors).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..compat import flex_attention_hop
+from ..core.dynamo_graph import Inserter
+from ..core.purity import called, is_pure
+from ..core.report import leave_to_stock, record, user_line
+from ..options import Options
+from .functional import Impure, functionalise
+
+NAME = "score_mods"
+INPUTS = 5
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Rewrite, in place, every flex_attention of a Dynamo graph."""
+    if not own.enabled(NAME):
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
+        _rewrite_node(gm, node, own)
+    gm.recompile()
+
+
+def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+    query, key, value, score_mod, block_mask, scale, kernel_options, *captured = node.args
+    score_captured, mask_captured = (list(c) for c in [*captured, (), ()][:2])
+    module = getattr(gm, score_mod.target)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    returned = graph.graph_copy(module.graph, copies)
+    graph.output(returned)
+    done: list[str] = []
+
+    new_score_mod, outer = score_mod, Inserter(gm.graph, node)
+    try:
+        done += functionalise(graph)
+        with gm.graph.inserting_before(node):
+            _lookups(graph, done)
+            _flatten_nested_indexing(graph, done)
+            score_captured = _compute_outside(outer, graph, score_captured, done)
+            score_captured = drop_unused(graph, score_captured, done)
+            score_captured = _detach_frozen(outer, graph, score_captured)
+            score_captured = _index_scalars(outer, graph, score_captured, query, done)
+            _connect_score(graph, done)
+            new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+    except Impure as error:
+        why = f"the score_mod is left as it is: {error}"
+        leave_to_stock(own.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
+
+    kernel_options = dict(kernel_options)
+    if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([query, key, value, *score_captured]):
+        kernel_options["OUTPUT_LOGSUMEXP"] = True
+    node.args = (
+        query,
+        key,
+        value,
+        new_score_mod,
+        block_mask,
+        scale,
+        kernel_options,
+        tuple(score_captured),
+        tuple(mask_captured),
+    )
+    if done:
+        record(NAME, "flex_attention", "rewritten", "; ".join(done), user_line(node))
+
+
+def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
+    """Add ``module`` beside the score_mod it replaces (which other nodes may share) and refer to it."""
+    fresh, i = f"{name}_gradfuse", 0
+    while hasattr(gm, fresh):
+        i += 1
+        fresh = f"{name}_gradfuse_{i}"
+    gm.add_module(fresh, module)
+    return gm.graph.get_attr(fresh)
+
+
+def fake_tensor(node: Any) -> Any:
+    """The fake tensor of a Dynamo node, None for anything else."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def needs_grad(operands: list[Any]) -> bool:
+    """Whether a gradient will be asked for through any of these Dynamo nodes."""
+    return torch.is_grad_enabled() and any(fake_tensor(o) is not None and fake_tensor(o).requires_grad for o in operands)
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs of a graph; of a score_mod's: score, b, h, q, k, then the captured tensors."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
+    """An index as a tuple of scalars (0-d tensors and ints), None where it is anything else."""
+    indices = index if isinstance(index, tuple) else (index,)
+    for i in indices:
+        scalar = isinstance(i, int) and not isinstance(i, bool)
+        if not scalar and not (
+            fake_tensor(i) is not None and fake_tensor(i).dim() == 0 and fake_tensor(i).dtype != torch.bool
+        ):
+            return None
+    return indices
+
+
+def _lookups(graph: Graph, done: list[str]) -> None:
+    """``embedding(i, table)`` is ``table[i]``, unless it pads or renormalises."""
+    for node in list(graph.find_nodes(op="call_function", target=torch.nn.functional.embedding)):
+        index, table, *rest = node.args
+        if not any(x not in (None, False) for x in (*rest[:2], *rest[3:], *_without_defaults(node.kwargs))):
+            with graph.inserting_before(node):
+                read = graph.call_function(operator.getitem, (table, (index,)))
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
+            graph.erase_node(node)
+            done.append("embedding read as an index")
+
+
+def _without_defaults(kwargs: dict[str, Any]) -> list[Any]:
+    return [value for name, value in kwargs.items() if name != "norm_type"]
+
+
+def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
+    for outer in list(graph.find_nodes(op="call_function", target=operator.getitem)):
+        inner = outer.args[0]
+        while isinstance(inner, Node) and inner.target is operator.getitem and fake_tensor(inner.args[0]) is not None:
+            first, second = _scalar_indices(inner.args[1]), _scalar_indices(outer.args[1])
+            if first is None or second is None:
+                break
+            outer.args = (inner.args[0], (*first, *second))
+            done.append("nested indexing flattened")
+            inner = outer.args[0]
+    graph.eliminate_dead_code()
+
+
+def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[Any]:
+    """Detach the captured tensors that no gradient reaches: stock's joint graph would have a gradient of None for them."""
+    learned: set[Node] = set()
+    pending = list(graph.find_nodes(op="output")[0].all_input_nodes)
+    while pending:
+        node = pending.pop()
+        value = fake_tensor(node)
+        carries = value is not None and (value.is_floating_point() or value.is_complex()) and called(node) != "detach"
+        if carries and node not in learned:
+            learned.add(node)
+            pending += node.all_input_nodes
+    result = []
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+        if placeholder not in learned and needs_grad([operand]):
+            operand = outer.method("detach", operand)
+            placeholder.meta = {**placeholder.meta, "example_value": operand.meta["example_value"]}
+        result.append(operand)
+    return result
+
+
+def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+    """Move what depends on captured tensors alone out of the score_mod, as new operands."""
+    entries = placeholders(graph)
+    position = set(entries[:INPUTS])
+    operands = dict(zip(entries[INPUTS:], captured, strict=True))
+    movable: dict[Node, bool] = {p: True for p in operands}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op in ("call_function", "call_method") and inputs and is_pure(node):
+            movable[node] = not position & set(inputs) and all(movable.get(i, False) for i in inputs)
+
+    moved: dict[Node, Node] = {}
+
+    def outside(node: Node) -> Any:
+        if node not in moved:
+            moved[node] = _widened(outer, operands[node]) if node in operands else outer.copy(node, outside)
+        return moved[node]
+
+    roots = [
+        n
+        for n in graph.nodes
+        if movable.get(n) and n not in operands and fake_tensor(n) is not None and not all(movable.get(u) for u in n.users)
+    ]
+    for root in roots:
+        with graph.inserting_after(placeholders(graph)[-1]):
+            operand = graph.placeholder(f"captured_{root.name}")
+        operand.meta = {**root.meta, "example_value": _wide(fake_tensor(root))}
+        captured = [*captured, outside(root)]
+        root.replace_all_uses_with(operand)
+        done.append(f"{root.format_node().split(' : ')[0].lstrip('%')} computed outside")
+    graph.eliminate_dead_code()
+    return captured
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _widened(outer: Inserter, operand: Any) -> Any:
+    """A half-precision operand in fp32: inside a kernel it would have been computed with in fp32 too."""
+    value = fake_tensor(operand)
+    return outer.method("float", operand) if value is not None and _wide(value) is not value else operand
+
+
+def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
+    """Remove captured tensors that a score_mod does not read; return the others."""
+    kept = []
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+        if placeholder.users:
+            kept.append(operand)
+        else:
+            graph.erase_node(placeholder)
+            if fake_tensor(operand) is not None and fake_tensor(operand).requires_grad:
+                done.append("unused capture dropped")
+    return kept
+
+
+def _index_scalars(outer: Inserter, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
+    """Capture a 0-d tensor as a vector of one element, on the query's device, and index it."""
+    result = []
+    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+        value = fake_tensor(operand)
+        if value is not None and value.dim() == 0:
+            device = fake_tensor(query).device if fake_tensor(query) is not None else value.device
+            if value.device != device:
+                operand = outer.method("to", operand, device)
+            operand = outer.method("view", operand, (1,))
+            with graph.inserting_after(placeholders(graph)[-1]):
+                element = graph.call_function(operator.getitem, (placeholder, (0,)))
+            element.meta = dict(placeholder.meta)
+            placeholder.replace_all_uses_with(element, delete_user_cb=lambda user, new=element: user is not new)
+            placeholder.meta = dict(operand.meta)
+            done.append("0-d capture indexed")
+        result.append(operand)
+    return result
+
+
+def _connect_score(graph: Graph, done: list[str]) -> None:
+    """Make an output that does not depend on the score formally depend on it, without changing value or gradient."""
+    score, _, _, q_index, _ = placeholders(graph)[:INPUTS]
+    output = graph.find_nodes(op="output")[0]
+    reached = {score}
+    for node in graph.nodes:
+        if reached & set(node.all_input_nodes):
+            reached.add(node)
+    if output in reached:
+        return
+    with graph.inserting_before(output):
+        always = graph.call_function(operator.ge, (q_index, 0))
+        connected = graph.call_function(torch.where, (always, output.args[0], score))
+    output.args = (connected,)
+    done.append("output without the score connected to it")

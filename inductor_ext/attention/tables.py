@@ -1,0 +1,253 @@
+"""The tables that hoisted expressions of a score_mod live in: made outside by torch ops, read inside at a canonical index.
+
+``Tables`` inserts the ops that compute a table into the outer (Dynamo) graph and the operand and its read into the
+score_mod's graph. Everything is fp32 (fp64 for fp64), so that autograd accumulates gradients in fp32 and rounds once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..core.dynamo_graph import Inserter
+from . import stored  # noqa: F401  (registers gradfuse::stored)
+from .footprints import Footprint, Positions
+from .reductions import depends_on_position, factors, summed
+from .score_mods import fake_tensor, placeholders
+
+
+@dataclass
+class Tables:
+    """The tables of one score_mod.
+
+    outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
+    captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
+    inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
+    range, so that lookups must not assert.
+    operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of them hold one.
+    """
+
+    outer: Inserter
+    inner: Graph
+    query: Node
+    key: Node
+    captured: dict[Node, Any]
+    inexact: set[Node]
+    masked: bool
+    operands: list[Node] = field(default_factory=list)
+    diagonals: dict[Node, Positions] = field(default_factory=dict)
+    _made: dict[Any, Node] = field(default_factory=dict)
+    _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    _cast: dict[Node, Node] = field(default_factory=dict)
+
+    def read(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
+        """A node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
+        key = tuple((sign, self._key(node)) for sign, node in group)
+        if key not in self._made:
+            self._made[key] = self._table(group, footprint)
+        placeholder, shape = self._made[key]
+        index = self._index(footprint)
+        return self.inner.call_function(operator.getitem, (placeholder, index)), shape
+
+    # ------------------------------------------------ outside: the table
+
+    def _table(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
+        grid = self._grid(footprint)
+        total: Any = None
+        for sign, node in group:
+            value = self._outside(node, grid, {})
+            if total is None:
+                total = value if sign > 0 else self.outer.function(operator.neg, value)
+            else:
+                total = self.outer.function(operator.add if sign > 0 else operator.sub, total, value)
+        table = self.outer.function(torch.broadcast_to, total, grid[-1])
+        table = self.outer.method("to", table, self._dtype())
+        table = self.outer.method("contiguous", table)
+        with self.inner.inserting_after(placeholders(self.inner)[-1]):
+            placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
+        if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
+            self.diagonals[table] = footprint.positions
+        self.operands.append(table)
+        return placeholder, self._describe(footprint, grid[-1])
+
+    def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
+        """The axes of a table, and its bytes where the lengths are known."""
+        names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
+        along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"], Positions.PAIR: ["Q", "K"]}
+        axes = [*names, *along.get(footprint.positions, ["Q + K - 1"])] or ["1"]
+        if not all(isinstance(n, int) for n in shape):
+            return f"[{', '.join(axes)}]"
+        return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if fake_tensor(self.query).dtype == torch.float64 else torch.float32
+
+    def _size(self, of: str, dim: int) -> Any:
+        value = fake_tensor(self.query if of == "query" else self.key).shape[dim]
+        if isinstance(value, int):
+            return value
+        return self.outer.method("size", self.query if of == "query" else self.key, dim)
+
+    def _shape(self, footprint: Footprint) -> list[Any]:
+        """The shape of a footprint's table; sizes that are not known are nodes of the outer graph."""
+        queries, keys = self._size("query", 2), self._size("key", 2)
+        lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
+        along = {
+            Positions.NONE: [],
+            Positions.ROW: [queries],
+            Positions.COLUMN: [keys],
+            Positions.PAIR: [queries, keys],
+        }.get(footprint.positions)
+        if along is None:
+            along = [self._arithmetic(operator.sub, self._arithmetic(operator.add, queries, keys), 1)]
+        return [*lengths, *along] or [1]
+
+    def _grid(self, footprint: Footprint) -> tuple[Any, ...]:
+        """The outer nodes of b, h, q, k over the table, and the table's shape."""
+        if footprint not in self._grids:
+            shape = self._shape(footprint)
+            axes = [self._range(axis, shape) for axis in range(len(shape))]
+            b = axes.pop(0) if footprint.batch else None
+            h = axes.pop(0) if footprint.head else None
+            q, k = self._positions(footprint.positions, axes, self._size("query", 2), self._size("key", 2))
+            self._grids[footprint] = (b, h, q, k, tuple(shape))
+        return self._grids[footprint]
+
+    def _positions(self, positions: Positions, axes: list[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
+        """The query and the key that stand for each element along the last axis of a table (the last two of a pair)."""
+        if positions is Positions.NONE:
+            return None, None
+        if positions is Positions.PAIR:
+            return axes[0], axes[1]
+        (along,) = axes
+        if positions is Positions.ROW:
+            return along, None
+        if positions is Positions.COLUMN:
+            return None, along
+        call, last = self.outer.function, self._arithmetic(operator.sub, queries, 1)
+        if positions is Positions.ANTIDIAGONAL:
+            q = self.outer.method("clamp", along, max=last)
+            return q, call(operator.sub, along, q)
+        # Negative distances stand at the end, where a negative index finds them whatever the length is.
+        total = self._arithmetic(operator.add, last, keys)
+        ahead = call(operator.lt, along, keys)
+        distance = call(torch.where, ahead, along, call(operator.sub, along, total))
+        negative = call(operator.neg, distance)
+        return tuple(self.outer.method("clamp", x, min=0) for x in (negative, distance))
+
+    def _arithmetic(self, op: Any, x: Any, y: Any) -> Any:
+        return op(x, y) if isinstance(x, int) and isinstance(y, int) else self.outer.function(op, x, y)
+
+    def _range(self, axis: int, shape: list[Any]) -> Node:
+        device = fake_tensor(self.query).device
+        arange = self.outer.function(torch.arange, shape[axis], dtype=torch.int32, device=device)
+        return self.outer.method("view", arange, [-1 if a == axis else 1 for a in range(len(shape))])
+
+    def _outside(self, node: Any, grid: tuple[Any, ...], done: dict[Node, Any]) -> Any:
+        """Copy a node of the score_mod, and all it is computed from, into the outer graph over a table's grid."""
+        if not isinstance(node, Node):
+            return node
+        if node in done:
+            return done[node]
+        if node in self.captured:
+            done[node] = self._in_working_dtype(node)
+        elif node.op == "placeholder":
+            position = grid[placeholders(self.inner)[1:5].index(node)]
+            # A position that the footprint does not have cancels (as in ``(q - k) + k``): any value will do.
+            done[node] = position if position is not None else self._range(0, [1])
+        elif node.target is operator.getitem:
+            table = node.args[0]
+            indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            shape = fake_tensor(table).shape
+            safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
+            read = self.outer.function(operator.getitem, self._outside(table, grid, done), safe)
+            number = fake_tensor(node).dim() == 0 and not any(isinstance(i, Node) for i in indices)
+            done[node] = self._one_element(read) if number else read
+        elif summed(node) is not None:
+            done[node] = self._sum_of_vectors(node, grid, done)
+        else:
+            vector = fake_tensor(node) is not None and fake_tensor(node).dim() > 0
+            inputs = {n: self._outside(n, grid, done) for n in node.all_input_nodes}
+            for n in inputs if vector else ():
+                if fake_tensor(n).dim() == 0:
+                    inputs[n] = self.outer.function(torch.unsqueeze, inputs[n], -1)
+            copied = self.outer.copy(node, lambda n: inputs[n])
+            if node in self.inexact:
+                copied = self.outer.function(torch.ops.gradfuse.stored.default, copied)
+            done[node] = copied if node.all_input_nodes else self._one_element(copied)
+        return done[node]
+
+    def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
+        """A sum over vectors, each [*grid, D] with size 1 along positions that it does not depend on."""
+        call = self.outer.function
+        if factors(node) is None:
+            vectors = [self._outside(n, grid, done) for n in summed(node)]
+            return call(torch.sum, vectors[0] if len(vectors) == 1 else call(torch.mul, *vectors), -1)
+        sides = []
+        for vector, other_axis in zip(factors(node), (-2, -3), strict=True):
+            side = self._outside(vector, grid, done)
+            if not depends_on_position(vector):
+                side = call(torch.unsqueeze, call(torch.unsqueeze, side, 0), 0)
+            sides.append(call(torch.select, side, other_axis, 0))
+        rows, columns = sides
+        return call(torch.matmul, rows, call(torch.transpose, columns, -1, -2))
+
+    def _one_element(self, number: Node) -> Node:
+        """A 0-d tensor as one of a single element: beside others, a 0-d one would have no say in the dtype of a result."""
+        return self.outer.function(torch.unsqueeze, number, 0)
+
+    def _in_working_dtype(self, node: Node) -> Any:
+        operand, value = self.captured[node], fake_tensor(node)
+        if value is None or not value.is_floating_point() or value.dtype in (self._dtype(), torch.float64):
+            return operand
+        if node not in self._cast:
+            self._cast[node] = self.outer.method("to", operand, self._dtype())
+        return self._cast[node]
+
+    def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
+        """Under a mask, an index of a hidden position may be out of range: wrap and clamp it instead of asserting."""
+        if not self.masked or not isinstance(index, Node):
+            return index
+        if not isinstance(size, int):
+            size = self.outer.method("size", self.captured[table], dim)
+        negative = self.outer.function(operator.lt, index, 0)
+        wrapped = self.outer.function(operator.add, index, size)
+        index = self.outer.function(torch.where, negative, wrapped, index)
+        last = self._arithmetic(operator.sub, size, 1)
+        return self.outer.method("clamp", index, min=0, max=last)
+
+    def elements(self, footprint: Footprint) -> int | None:
+        """How many elements the table of a footprint would have; None where lengths are dynamic."""
+        lengths = [n for x in (self.query, self.key) for n in fake_tensor(x).shape]
+        return math.prod(self._shape(footprint)) if all(isinstance(n, int) for n in lengths) else None
+
+    # ------------------------------------------------ inside: the read
+
+    def _index(self, footprint: Footprint) -> tuple[Any, ...]:
+        _, b, h, q, k = placeholders(self.inner)[:5]
+        heads = [b] * footprint.batch + [h] * footprint.head
+        if footprint.positions is Positions.NONE:
+            return tuple(heads) or (0,)
+        if footprint.positions is Positions.PAIR:
+            return (*heads, q, k)
+        if footprint.positions in (Positions.ROW, Positions.COLUMN):
+            return (*heads, q if footprint.positions is Positions.ROW else k)
+        distance = self.inner.call_function(
+            operator.sub if footprint.positions is Positions.DIAGONAL else operator.add, (k, q)
+        )
+        distance.meta = dict(k.meta)
+        return (*heads, distance)
+
+    def _key(self, node: Any) -> Any:
+        """What a node computes, as a nested tuple, so that equal expressions share a table."""
+        if not isinstance(node, Node):
+            return repr(node)
+        if node.op == "placeholder":
+            return node.name
+        args = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: self._key(a) if isinstance(a, Node) else a)
+        return str((node.op, str(node.target), args))

@@ -1,0 +1,1 @@
+"""Casts that need not be."""

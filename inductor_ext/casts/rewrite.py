@@ -1,0 +1,270 @@
+"""Casts, on the joint graph: round trips removed, the rest where they move the fewest bytes.
+
+    a -> b -> a, where b holds every value of a         a, through any chain of ops that only move values
+    a -> b -> c, the same                               a -> c
+    cast(expand(x)) to a wider type                     expand(cast(x))
+    slice(cast(x)) to a wider type, of every user       cast(slice(x))
+    cast(mm(half, half), fp32) that leaves the graph    mm with fp32 output, on a GPU: not rounded to half precision
+
+The first four change no bit; f32 -> bf16 -> f32, which rounds, stays. The last is more exact than eager mode (an fp16
+gradient above 65504 is no inf), and is left out under Inductor's ``emulate_precision_casts``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.fx import Node
+
+from ..compat import has_out_dtype_matmul, inductor_config, size_hint
+from ..core.joint_graph import HALF, Builder, after_tangents, value_of
+from ..core.purity import base, viewed, written
+from ..core.report import record, user_line
+from ..options import Options
+from .moves import PARTS, VIEWS, cast_of, constant_of, dtype_of, holds, moved
+
+NAME = "casts"
+MATMULS = "out_dtype"
+
+aten = torch.ops.aten
+
+_OUT_DTYPE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+
+
+def rewrite(build: Builder, own: Options) -> None:
+    """Rewrite the casts of a joint graph in place; running it again changes nothing."""
+    if own.enabled(NAME):
+        trips = _RoundTrips(build)
+        for node in list(build.graph.nodes):
+            if cast_of(node) is not None and node.users:
+                trips.shorten(node)
+        # From the end: a slice of a slice first.
+        for node in reversed(list(build.graph.nodes)):
+            if cast_of(node) is not None and node.users:
+                _cast_fewer(build, node)
+    if own.enabled(MATMULS) and not inductor_config.emulate_precision_casts:
+        backward = after_tangents(build.graph)
+        for node in list(build.graph.nodes):
+            if cast_of(node) is not None and node.users and dtype_of(node) is torch.float32:
+                _widen_matmul(build, node, backward)
+
+
+class _RoundTrips:
+    """Finds the tensor of another dtype that a node's values were cast from, and rebuilds what moved them since."""
+
+    def __init__(self, build: Builder) -> None:
+        self.build = build
+        self._has: dict[tuple[Node, torch.dtype], bool] = {}
+        self._made: dict[tuple[Node, torch.dtype], Node] = {}
+        self._sources: dict[Node, torch.dtype | None] = {}
+        self._written = written(build.graph)
+
+    def shorten(self, cast: Node) -> None:
+        """Replace a cast whose operand was itself cast, to a type that holds what it was, by one from there."""
+        operand, target = cast_of(cast), dtype_of(cast)
+        source = self._source(operand)
+        if source is None or source is dtype_of(operand) or not self._exists(operand, source):
+            return
+        if target is not source and not (target.is_floating_point and target.itemsize >= 4):
+            return
+        if target is not source and _rounds(self._make(operand, source)):
+            # Next to it, a cast that rounds is taken for one half of a pointless pair by stock's pass of torch 2.11.
+            return
+        kinds = [str(d).removeprefix("torch.") for d in (source, dtype_of(operand), target)]
+        returned, expected = _reaches_output(cast), value_of(cast)
+        result = self._make(operand, source)
+        owner = base(result)
+        if returned and (owner in self._written or (owner.op == "call_function" and _escapes(owner))):
+            # The cast is the value before the tensor is written to, or it is one of two results that are two tensors.
+            return
+        with self.build.before(cast):
+            result = copy = self.build.convert(result, target)
+            moved_in_memory = value_of(result).stride() != expected.stride()
+            if returned and moved_in_memory and not expected.is_contiguous():
+                return
+            if returned and (moved_in_memory or base(result).op != "call_function"):
+                # A cast that is returned makes a tensor; an input may not take its place.
+                layout = {"memory_format": torch.contiguous_format} if moved_in_memory else {}
+                copy = self.build.call(aten.clone.default, result, **layout)
+        record(NAME, " -> ".join(kinds), "removed", f"{_bytes(operand)} bytes not written", user_line(cast))
+        self.build.replace(cast, copy)
+        self._erase_unused(operand)
+        if cast_of(result) is not None:
+            self.shorten(result)
+
+    def _erase_unused(self, node: Node) -> None:
+        pending = {node}
+        while pending:
+            current = pending.pop()
+            if current.op == "call_function" and not current.users and not current.is_impure():
+                pending.update(current.all_input_nodes)
+                self.build.graph.erase_node(current)
+
+    def _source(self, node: Node) -> torch.dtype | None:
+        """The dtype that the values of ``node`` had before the last cast to a type that holds it."""
+        chain = []
+        while node not in self._sources:
+            chain.append(node)
+            inner = cast_of(node)
+            if inner is not None:
+                self._sources[node] = dtype_of(inner) if holds(dtype_of(node), dtype_of(inner)) else None
+                break
+            operands = [n for n in moved(node) if constant_of(n) is None]
+            if not operands:
+                self._sources[node] = None
+                break
+            node = operands[0]
+        found = self._sources[node]
+        for link in chain:
+            self._sources[link] = found
+        return found
+
+    def _exists(self, node: Node, dtype: torch.dtype) -> bool:
+        """Whether the values of ``node`` can be had in ``dtype`` without a cast."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            key = (current, dtype)
+            inner, constant, operands = cast_of(current), constant_of(current), moved(current)
+            if key in self._has:
+                pending.pop()
+            elif dtype_of(current) is dtype:
+                self._has[key] = True
+            elif inner is not None:
+                self._has[key] = dtype_of(inner) is dtype and holds(dtype_of(current), dtype)
+            elif constant is not None:
+                self._has[key] = float(torch.tensor(constant, dtype=dtype)) == float(constant)
+            elif not operands:
+                self._has[key] = False
+            elif unknown := [n for n in operands if (n, dtype) not in self._has]:
+                pending.extend(unknown)
+            else:
+                self._has[key] = all(self._has[n, dtype] for n in operands)
+        return self._has[node, dtype]
+
+    def _make(self, node: Node, dtype: torch.dtype) -> Node:
+        """The values of ``node`` in ``dtype``: its moves again, on what was cast."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            if (current, dtype) in self._made:
+                pending.pop()
+                continue
+            leaf = dtype_of(current) is dtype or cast_of(current) is not None or constant_of(current) is not None
+            missing = [] if leaf else [n for n in moved(current) if (n, dtype) not in self._made]
+            if missing:
+                pending.extend(missing)
+            else:
+                self._made[current, dtype] = self._make_one(current, dtype)
+        return self._made[node, dtype]
+
+    def _make_one(self, node: Node, dtype: torch.dtype) -> Node:
+        if dtype_of(node) is dtype:
+            return node
+        if cast_of(node) is not None:
+            return cast_of(node)
+        # Right behind the original: others may use it before the cast that is being replaced.
+        with self.build.before(node.next, like=node):
+            if constant_of(node) is not None:
+                return self.build.call(node.target, *node.args, **{**node.kwargs, "dtype": dtype})
+            changed = set(moved(node))
+            args = torch.fx.node.map_arg(node.args, lambda n: self._made[n, dtype] if n in changed else n)
+            # A cast made its operand dense; of what it cast, a view may not be possible.
+            view = node.target in (aten.view.default, aten._unsafe_view.default)
+            return self.build.call(aten.reshape.default if view else node.target, *args, **node.kwargs)
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node is a cast to a type that does not hold what was cast."""
+    inner = cast_of(node)
+    return inner is not None and not holds(dtype_of(node), dtype_of(inner))
+
+
+def _reaches_output(node: Node) -> bool:
+    """Whether a tensor, or a view of it, is returned."""
+    return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
+
+
+def _escapes(node: Node) -> bool:
+    """Whether a tensor, a view or a copy of it is returned: stock may leave out the copy."""
+    passed_on = (u for u in node.users if viewed(u) is not None or u.target is aten.clone.default)
+    return any(user.op == "output" for user in node.users) or any(map(_escapes, passed_on))
+
+
+def _bytes(node: Node) -> str:
+    sizes = [size_hint(n) for n in value_of(node).shape]
+    if None in sizes:
+        return "an unknown number of"
+    total = value_of(node).dtype.itemsize
+    for n in sizes:
+        total *= n
+    return str(total)
+
+
+def _cast_fewer(build: Builder, cast: Node) -> None:
+    """Move a widening cast before an expand, or behind the slices that are all that is used of it."""
+    source, target = cast_of(cast), dtype_of(cast)
+    if not holds(target, dtype_of(source)) or target is dtype_of(source) or _reaches_output(cast):
+        return
+    if source.target is aten.expand.default and len(source.users) == 1:
+        with build.before(cast):
+            inner = build.convert(source.args[0], target)
+            result = build.call(source.target, inner, *source.args[1:], **source.kwargs)
+        build.replace(cast, result)
+        _cast_fewer(build, inner)
+    elif cast.users and all(user.target in PARTS for user in cast.users):
+        for user in list(cast.users):
+            with build.before(user):
+                part = build.call(user.target, source, *user.args[1:], **user.kwargs)
+                result = build.convert(part, target)
+            build.replace(user, result)
+            _cast_fewer(build, result)
+        build.graph.erase_node(cast)
+
+
+def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
+    """Have a matmul of half precision write the fp32 that its result is cast to, where that leaves the graph."""
+    chain, source = [], cast_of(cast)
+    while source.target in VIEWS and len(source.users) == 1:
+        chain.append(source)
+        source = source.args[0]
+    matmul = _OUT_DTYPE.get(source.target)
+    if matmul is None or len(source.users) > 1 or dtype_of(source) not in HALF or not _leaves(cast, backward):
+        return
+    if not has_out_dtype_matmul(value_of(source).device):
+        return
+    if any(dtype_of(operand) is not dtype_of(source) for operand in source.args):
+        return
+    with build.before(source):
+        result = build.call(matmul, *source.args, torch.float32)
+    for link in reversed(chain):
+        with build.before(cast, like=link):
+            result = build.call(link.target, result, *link.args[1:], **link.kwargs)
+    record(NAME, str(source.target), "fp32 output", f"{_bytes(cast)} bytes not cast", user_line(cast))
+    build.replace(cast, result)
+
+
+def _leaves(node: Node, backward: set[Node]) -> bool:
+    """Whether a tensor is returned as it is, or reshaped, or added to a gradient that is.
+
+    Gradients are accumulated in the backward, or in place into an input. Any other sum (a residual stream) is left: the
+    matmul would write, and the sum read, twice the bytes.
+    """
+    uses: Counter[bool] = Counter()
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        summed = user.target is aten.add.Tensor and (user in backward or any(map(_is_stored_in_input, user.users)))
+        if _is_stored_in_input(user):
+            uses[True] += 1
+        elif user.target in VIEWS or user.target is aten.clone.default or summed:
+            pending.extend(user.users)
+        else:
+            uses[user.op == "output"] += 1
+    return uses[True] > 0 and not uses[False]
+
+
+def _is_stored_in_input(node: Node) -> bool:
+    """Whether a node overwrites an input of the graph, as the end of an in-place operation does."""
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"

@@ -1,0 +1,165 @@
+"""Adding to a traced graph: new nodes with fake values, sizes and metadata as if they had been traced there."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..compat import detect_fake_mode
+from .purity import viewed
+from .shapes import same_sizes
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+HALF = (torch.bfloat16, torch.float16)
+#: Ops that move no value, or copy them all.
+SHAPE_ONLY = (
+    aten.view.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.clone.default,
+)
+
+
+@contextlib.contextmanager
+def building(graph: Graph) -> Iterator[Builder | None]:
+    """A builder for the rewrites of one graph: what one of them makes, the next finds. None for a graph without tensors."""
+    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    if fake_mode is None:
+        yield None
+        return
+    with fake_mode:
+        build = Builder(graph)
+        yield build
+    if build.changed:
+        graph.eliminate_dead_code()
+        graph.lint()
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor of a node."""
+    return node.meta["val"]
+
+
+class Builder:
+    """Puts new nodes before the node that is being replaced; to be used inside the graph's fake mode.
+
+    shared: what several replacements use (the inverse of a permutation), made once, where its source is made.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.changed = False
+        self._before: Node | None = None
+        self._like: Node | None = None
+        self.shared: dict[Any, Node] = {}
+
+    @contextlib.contextmanager
+    def before(self, node: Node, like: Node | None = None) -> Iterator[None]:
+        """New nodes go before ``node`` and take its metadata, or that of ``like``."""
+        outer = self._before, self._like
+        self._before, self._like = node, like or node
+        try:
+            yield
+        finally:
+            self._before, self._like = outer
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node, with a fake value of its own."""
+        with self.graph.inserting_before(self._before):
+            node = self.graph.call_function(target, args, kwargs)
+        copy_meta(self._like, node)
+        self.changed = True
+        fake_args, fake_kwargs = torch.fx.node.map_aggregate(
+            (args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a
+        )
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def size(self, node: Node, dim: int) -> Any:
+        """The size of a dim as an argument of a new node: an int, or a node."""
+        size = value_of(node).shape[dim]
+        if isinstance(size, int):
+            return size
+        found = self.call(aten.sym_size.int, node, dim)
+        if isinstance(found.meta["val"], int):
+            # A guard has made it a constant since.
+            self.graph.erase_node(found)
+            return found.meta["val"]
+        return found
+
+    def sizes(self, node: Node, dims: Sequence[int]) -> list[Any]:
+        """The sizes of several dims."""
+        return [self.size(node, d) for d in dims]
+
+    def product(self, sizes: Sequence[Any]) -> Any:
+        """The product of sizes, each an int or a node."""
+        total: Any = 1
+        for size in sizes:
+            if isinstance(total, Node) or isinstance(size, Node):
+                total = size if total == 1 else total if size == 1 else self.call(operator.mul, total, size)
+            else:
+                total *= size
+        return total
+
+    def wide(self, node: Node) -> Node:
+        """``node`` in fp32, if it is in half precision."""
+        return self.convert(node, torch.float32) if value_of(node).dtype in HALF else node
+
+    def convert(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``."""
+        return node if value_of(node).dtype is dtype else self.call(prims.convert_element_type.default, node, dtype)
+
+    def full(self, sizes: Sequence[Any], fill: Any, dtype: torch.dtype, device: torch.device) -> Node:
+        """A tensor of one value."""
+        return self.call(aten.full.default, list(sizes), fill, dtype=dtype, device=device)
+
+    def replace(self, node: Node, result: Node) -> None:
+        """Put ``result`` in the place of ``node``, which is erased."""
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+        self.refresh_views(result)
+
+    def refresh_views(self, node: Node) -> None:
+        """Give the views of a node, whose operand has changed, fake values that share its memory.
+
+        By these stock's passes tell what may be returned: a stale one hides that an output would be an input.
+        """
+        for user in node.users:
+            if viewed(user) is node:
+                args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+                user.meta["val"] = user.target(*args, **kwargs)
+                self.refresh_views(user)
+
+    def count(self, length: Any, device: torch.device) -> Node:
+        """0, 1, ..., length - 1, int64."""
+        return self.call(prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)
+
+
+def copy_meta(source: Node, target: Node) -> None:
+    """Give a new node the stack trace, partitioner's tags and so on of the node that it stands for."""
+    kept = {k: v for k, v in source.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+    target.meta.update(kept)
+
+
+def after_tangents(graph: Graph) -> set[Node]:
+    """The nodes of a joint graph that are computed in the backward."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if tangent or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two tensors are known to have one shape."""
+    return same_sizes(value_of(a).shape, value_of(b).shape)

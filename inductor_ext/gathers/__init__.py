@@ -1,0 +1,1 @@
+"""Gathers and their gradients, the scatter-adds."""

@@ -1,0 +1,45 @@
+"""Lowering of ``gradfuse::gather_sum`` into Inductor's own IR, so that what makes its rows and what uses its sums fuse in.
+
+A few rows are added in one pointwise expression: Inductor's reduction over a short dim that is not the innermost runs at a
+fourth of the bandwidth (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..compat import ir, lowerings, ops
+from .row_sums import accumulator
+
+#: Up to this many rows are added without a loop.
+MOST_UNROLLED = 16
+
+
+def lower(values: Any, places: Any, rows: Any, times: Any, strided: bool) -> Any:
+    """The replacement of the op; its operands and result are those of ``gathers.row_sums.gather_sum``."""
+    count, *rest = values.get_size()
+    dtype = accumulator(values.get_dtype())
+    load, place = values.make_loader(), places.make_loader() if places is not None else None
+
+    def read(row: Any, column: Sequence[Any], j: Any) -> Any:
+        at = j * rows + row if strided else row * times + j
+        if place is not None:
+            # In range by the proof that brought us here: no check, no wrapping of negative indices.
+            at = ops.indirect_indexing(place([at]), count, check=False, wrap_neg=False)
+        return ops.to_dtype(load([at, *column]), dtype)
+
+    common = {"device": values.get_device(), "dtype": dtype}
+    if not isinstance(times, int) or times > MOST_UNROLLED:
+        chosen = ir.Pointwise.create(inner_fn=lambda i: read(i[0], i[2:], i[1]), ranges=[rows, times, *rest], **common)
+        return lowerings[torch.ops.aten.sum](chosen, axis=[1])
+
+    def total(index: Sequence[Any]) -> Any:
+        result = read(index[0], index[1:], 0)
+        for j in range(1, times):
+            result = ops.add(result, read(index[0], index[1:], j))
+        return result
+
+    return ir.Pointwise.create(inner_fn=total, ranges=[rows, *rest], **common)

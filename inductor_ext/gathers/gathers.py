@@ -1,0 +1,199 @@
+"""Gathers by an index that names every row k times, on the joint graph: each row read once and stored to its k places.
+
+``x[permutation // k]`` reads every row of x k times, far apart: from device memory each time, once x is larger than the L2
+cache. Run in the order of x instead, the k reads follow one another, and the permutation moves to the stores:
+
+    y = f(x[perm // k], other)     becomes     y[inverse[s * k + j]] = f(x[s], other[inverse[s * k + j]])
+
+for the whole region f of element-wise ops (and sums over a row) that hangs on the gather: in the gradient of a weighted
+combine, that of the experts' outputs and that of the weights. What is stored would have been stored anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..compat import size_hint, statically_known_true
+from ..core.joint_graph import SHAPE_ONLY, Builder, after_tangents, value_of
+from ..core.report import record, user_line
+from ..core.shapes import same_sizes
+from ..options import Options
+from .inverses import inverse
+from .permutations import Repeated, repeated
+from .scatter_adds import row_index
+
+NAME = "gathers"
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.var_mean.correction,
+    aten.any.default,
+}
+
+
+#: Ops that keep every value in its place, if they keep the shape.
+_COPIES = {aten.view.default, aten.expand.default, aten.clone.default, aten.alias.default}
+
+
+@dataclass
+class _Region:
+    """gather: ``x[index]``; nodes: it and what hangs on it, in the graph's order; proof: of its index."""
+
+    gather: Node
+    x: Node
+    proof: Repeated
+    nodes: list[Node] = field(default_factory=list)
+
+    def stored(self) -> Iterator[Node]:
+        """The nodes whose values are used outside."""
+        inside = set(self.nodes)
+        yield from (n for n in self.nodes if any(user not in inside for user in n.users))
+
+
+def rewrite(build: Builder, own: Options) -> None:
+    """Turn, in place, the order of every gather that reads a large tensor several times over."""
+    if not own.enabled(NAME):
+        return
+    backward = after_tangents(build.graph)
+    for node in list(build.graph.nodes):
+        region = _match(node)
+        if region is None:
+            continue
+        _grow(region, backward)
+        if all(_is_materialised(n) for n in region.stored()):
+            _turn(build, region)
+            why = f"every row is read once, not {region.proof.times} times"
+            record(NAME, str(node.target), "stores", why, user_line(node))
+
+
+def needs_tuning(gm: GraphModule) -> bool:
+    """Whether a graph stores rows to their places and sums rows beside it: one kernel, for which Inductor's first choice of
+    a tile takes a fifth longer than the best (benchmarks/NOTES.md)."""
+    placed = gm.graph.find_nodes(op="call_function", target=torch.ops.gradfuse.place_rows.default)
+    large = [n for n in placed if value_of(n).dim() > 1]
+    return bool(large) and bool(gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList))
+
+
+def cache_bytes(device: torch.device) -> float:
+    """Bytes of the last cache before memory; infinite on a CPU, whose caches do not make this worth while."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else math.inf
+
+
+def _match(node: Node) -> _Region | None:
+    """A gather of rows by ``permutation // k`` with k > 1 from a tensor larger than the cache."""
+    if node.target is aten.index.Tensor:
+        x, (index, *others) = node.args
+        whole = isinstance(index, Node) and not others and value_of(index).dim() == 1
+    elif node.target is aten.gather.default:
+        x, dim, expanded = node.args[:3]
+        index = row_index(expanded, expanded, 0) if dim == 0 else None
+        whole = index is not None and same_sizes(value_of(x).shape[1:], value_of(node).shape[1:])
+    else:
+        return None
+    proof = repeated(index) if whole else None
+    if proof is None or proof.permutation is None or proof.strided or not isinstance(proof.times, int) or proof.times < 2:
+        return None
+    sizes = [size_hint(n) for n in value_of(x).shape]
+    if None in sizes or not proof.covers(value_of(x).shape[0]):
+        return None
+    large = math.prod(sizes) * value_of(x).dtype.itemsize > cache_bytes(value_of(x).device)
+    return _Region(node, x, proof) if large and len(sizes) > 1 else None
+
+
+def _grow(region: _Region, backward: set[Node]) -> None:
+    """Add what can be computed row by row from the gather: element-wise ops of its shape, and sums over a row."""
+    inside = {region.gather}
+    region.nodes.append(region.gather)
+    shape = value_of(region.gather).shape
+    node = region.gather
+    while (node := node.next).op != "output":
+        operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        from_rows = any(a in inside and same_sizes(value_of(a).shape, shape) for a in operands)
+        # What the forward computes and the backward uses is saved between them, in the order it has.
+        same_pass = (node in backward) == (region.gather in backward)
+        if from_rows and same_pass and (_is_elementwise(node, shape, operands, inside) or _is_row_sum(node)):
+            inside.add(node)
+            region.nodes.append(node)
+
+
+def _is_elementwise(node: Node, shape: torch.Size, operands: list[Node], inside: set[Node]) -> bool:
+    pointwise = node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    keeps_shape = node.target is torch.ops.prims.convert_element_type.default or node.target in _COPIES
+    value = node.meta.get("val")
+    if not (pointwise or keeps_shape) or not isinstance(value, torch.Tensor) or not same_sizes(value.shape, shape):
+        return False
+    sums = [a for a in operands if a in inside and not same_sizes(value_of(a).shape, shape)]
+    return not sums and all(len(value_of(a).shape) in (0, len(shape)) for a in operands)
+
+
+def _is_row_sum(node: Node) -> bool:
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    rank = value_of(node.args[0]).dim()
+    return bool(node.args[1]) and all(d % rank != 0 for d in node.args[1])
+
+
+def _is_materialised(node: Node) -> bool:
+    """Whether a node is small, or none of its users would be fused with it."""
+    if node.target is aten.sum.dim_IntList:
+        return True
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.target in SHAPE_ONLY:
+            pending.extend(user.users)
+        elif user.target in _REDUCTIONS or torch.Tag.pointwise in getattr(user.target, "tags", ()):
+            return False
+    return True
+
+
+def _turn(build: Builder, region: _Region) -> None:
+    """Compute the region in the order of x and store its results to their places."""
+    places = inverse(build, region.proof.permutation)
+    rows = region.proof.length
+    turned: dict[Node, Node] = {}
+
+    def operand(node: Node) -> Node:
+        if node not in turned:
+            by_row = value_of(node).dim() > 0 and statically_known_true(value_of(node).shape[0] == rows)
+            # Not the unchecked op: the partitioner would save its result for the backward and not recompute it.
+            turned[node] = build.call(aten.index.Tensor, node, [places]) if by_row else node
+        return turned[node]
+
+    stored = set(region.stored())
+    for node in region.nodes:
+        with build.before(node):
+            if node is region.gather:
+                turned[node] = _repeated(build, region)
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+                turned[node] = build.call(node.target, *args, **kwargs)
+            if node in stored:
+                result = build.call(torch.ops.gradfuse.place_rows.default, turned[node], places)
+                outside = [user for user in node.users if user not in region.nodes]
+                for user in outside:
+                    user.replace_input_with(node, result)
+                build.refresh_views(result)
+    for node in reversed(region.nodes):
+        build.graph.erase_node(node)
+
+
+def _repeated(build: Builder, region: _Region) -> Node:
+    """x [S, ...] with every row k times [S * k, ...], which costs nothing until it is stored."""
+    sizes = build.sizes(region.x, range(value_of(region.x).dim()))
+    spread = build.call(aten.unsqueeze.default, region.x, 1)
+    spread = build.call(aten.expand.default, spread, [sizes[0], region.proof.times, *sizes[1:]])
+    spread = build.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+    return build.call(aten.view.default, spread, [build.size(region.gather, 0), *sizes[1:]])

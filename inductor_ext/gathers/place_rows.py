@@ -1,0 +1,27 @@
+"""Lowering of ``gradfuse::place_rows``: a store whose places are proven to be a permutation, in Inductor's own IR.
+
+What makes the rows fuses in. ``index_put`` would do the same with a check of every place, and not at all under
+``deterministic``, where Inductor sorts the places first because two could be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import compat
+from ..compat import ops, uses_triton_on_cpu
+
+
+def lower(values: Any, places: Any) -> Any:
+    """The replacement of the op; its operands and result are those of ``gathers.row_sums.place_rows``."""
+    device, dtype, size = values.get_device(), values.get_dtype(), values.get_size()
+    place = places.make_loader()
+    # Beside a checked read, torch 2.13 emits C++ that does not compile for an unchecked one.
+    in_cpp = device.type == "cpu" and not uses_triton_on_cpu()
+
+    def at(index: Sequence[Any]) -> list[Any]:
+        return [ops.indirect_indexing(place([index[0]]), size[0], check=in_cpp, wrap_neg=in_cpp), *index[1:]]
+
+    out = compat.empty_strided(size, compat.contiguous_strides(size), dtype=dtype, device=device)
+    return compat.store_at(out, values.make_loader(), size, at)

@@ -1,0 +1,369 @@
+"""Scatter-adds, on the joint graph: accumulated in fp32 and rounded once, without atomics where provable or faster.
+
+The gradient of a gather is a scatter-add, which stock accumulates in the tensor's own dtype. Where an index comes from is
+visible only here (in the backward graph it is a placeholder), so this runs before AOTAutograd partitions the graph.
+
+    scatter into rows 0 .. S-1                     becomes
+    by an index that names every row k times       gather_sum: the k values of each row, read through the inverse, added
+    by indices without duplicates                  a plain store (added to the base, if there is one)
+    by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
+    by anything else                               the same scatter in fp32
+    a sum of such scatters                         one sum in fp32, rounded once
+
+All but the last but one are bitwise reproducible; ``deterministic`` takes segment_sum wherever a GPU can.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..compat import size_hint, uses_triton_on_cpu
+from ..core.joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
+from ..core.report import record, user_line
+from ..core.shapes import same_sizes
+from ..options import Options
+from .inverses import inverse
+from .permutations import names_once, repeated
+from .scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask
+
+NAME = "scatters"
+
+aten = torch.ops.aten
+gradfuse = torch.ops.gradfuse
+
+#: Seconds of a sort, seconds an fp32 atomic, bytes a second: measured on an H200 (benchmarks/NOTES.md).
+SORT_SECONDS = 60e-6
+ATOMIC_SECONDS = 1 / 0.6e12
+BANDWIDTH = 3.5e12
+
+#: Rows and places are counted in 32 bits.
+_MOST = 2**31 - 2**10
+
+#: What a rewrite hands back: the sum (in fp32 for half precision), the path and the reason.
+_Found = tuple[Node, str, str]
+
+
+def rewrite(build: Builder, own: Options) -> None:
+    """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
+    if not own.enabled(NAME):
+        return
+    rewriter = _Rewriter(build, own.deterministic)
+    for node in list(build.graph.nodes):
+        found = match(node) or rewriter.by_places(node)
+        if found is not None:
+            rewriter.scatter(found)
+        elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
+            rewriter.same_op_in_fp32(node)
+    rewriter.merge_sums()
+    rewriter.round_in_kernel()
+
+
+#: Element-wise scatters: no row is added as a whole, but fp32 makes them exact.
+_SAME_OP_IN_FP32 = (aten.scatter_add.default, aten.scatter_reduce.two)
+
+
+class _Rewriter:
+    """rounded: nodes that are an fp32 sum rounded to half precision, with that sum."""
+
+    def __init__(self, build: Builder, deterministic: bool) -> None:
+        self.graph = build.graph
+        self.build = build
+        self.deterministic = deterministic
+        self.rounded: dict[Node, Node] = {}
+        self._sorted: dict[Any, tuple[Node, Node]] = {}
+
+    def scatter(self, found: ScatterAdd) -> None:
+        """Replace one scatter-add by the best form of the same sum."""
+        with self.build.before(found.node):
+            if found.factor != 1:
+                values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
+                found = replace(found, values=values, factor=1)
+            forms = (self._gathered, self._stored, self._segmented, self._widened)
+            result = next(filter(None, (form(found) for form in forms)), None)
+            if result is not None:
+                self._replace(found.node, *result)
+
+    def by_places(self, node: Node) -> ScatterAdd | None:
+        """An element-wise sum that has to be deterministic on a GPU, as a scatter with an index for each dim."""
+        if not self.deterministic or not _adds_elements(node):
+            return None
+        value = value_of(node)
+        if not value.dim() or not _has_triton(value.device):
+            return None
+        base, dim, index, source = node.args[:4]
+        dim %= value.dim()
+        with self.build.before(node):
+            sizes = self.build.sizes(index, range(value.dim()))
+            if node.kwargs.get("include_self", True) is not True and not is_zero(base):
+                base = self.build.call(aten.scatter.value, base, dim, index, 0)
+            for d, size in enumerate(sizes):
+                if not same_sizes([value_of(index).shape[d]], [value_of(source).shape[d]]):
+                    source = self.build.call(aten.slice.Tensor, source, d, 0, size)
+            counted = [self.build.count(size, value.device) for size in sizes]
+            along = [[-1 if a == d else 1 for a in range(value.dim())] for d in range(value.dim())]
+            indices = [
+                index if d == dim else self.build.call(aten.view.default, counted[d], along[d]) for d in range(value.dim())
+            ]
+        return ScatterAdd(node, base, tuple(indices), source)
+
+    def same_op_in_fp32(self, node: Node) -> None:
+        """Compute an element-wise scatter of half precision in fp32."""
+        if node.target is aten.scatter_reduce.two and node.args[4] not in ("sum", "mean"):
+            return
+        with self.build.before(node):
+            base, dim, index, source, *rest = node.args
+            wide = self._wide_base(base), dim, index, self.build.wide(source)
+            self._replace(node, self.build.call(node.target, *wide, *rest, **node.kwargs), "fp32", "rounded once")
+
+    # ------------------------------------------------ the forms, or None where one does not apply
+
+    def _gathered(self, found: ScatterAdd) -> _Found | None:
+        """Every row equally often: gather the values of each row and add them."""
+        proof = repeated(found.indexed[0]) if len(found.indexed) == 1 and found.keep is None else None
+        if proof is None or not proof.covers(value_of(found.base).shape[found.dim]):
+            return None
+        places = inverse(self.build, proof.permutation) if proof.permutation is not None else None
+        values = self._by_row(found, found.values)
+        if proof.times == 1 and places is not None:
+            total = self.build.wide(self.build.call(aten._unsafe_index.Tensor, values, [places]))
+        else:
+            rows = self.build.size(found.base, found.dim)
+            total = self.build.call(gradfuse.gather_sum.default, values, places, rows, proof.times, proof.strided)
+        why = "the index is a permutation" if proof.times == 1 else f"the index names every row {proof.times} times"
+        return self._onto(found.base, self._from_rows(found, total)), "gather", why
+
+    def _stored(self, found: ScatterAdd) -> _Found | None:
+        """Without duplicates: each place gets one value at most."""
+        if found.keep is not None or not names_once(found.indices):
+            return None
+        zeros = self._zeros(found.base, value_of(found.values).dtype)
+        stored = self.build.call(aten.index_put.default, zeros, list(found.indices), found.values, False)
+        return self._onto(found.base, self.build.wide(stored)), "store", "no place is named twice"
+
+    def _segmented(self, found: ScatterAdd) -> _Found | None:
+        """On a GPU, where it is faster than atomics or wanted: sort the index, add the values of each row in order."""
+        if not _has_triton(value_of(found.node).device):
+            return None
+        values, masked = narrow_source(found.values)
+        left_out = row_mask(masked, found.indices) if masked is not None else None
+        if masked is not None and left_out is None:
+            values = found.values
+        if not found.indexed or not self._worth_sorting(found, value_of(values).dtype):
+            return None
+        order, keys = self._sort(found, left_out)
+        dims = range(found.dim, found.dim + len(found.indexed))
+        rows = self.build.product(self.build.sizes(found.base, dims))
+        values = self._by_row(found, values)
+        kept = self.build.sizes(values, range(1, value_of(values).dim()))
+        values = self._view(values, [self.build.size(values, 0), self.build.product(kept)])
+        wide = torch.promote_types(value_of(values).dtype, torch.float32)
+        total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
+        total = self._view(total, [*self.build.sizes(found.base, dims), *kept])
+        why = "in a fixed order" if self.deterministic else "sorting is faster than atomics"
+        return self._onto(found.base, self._from_rows(found, total)), "segments", why
+
+    def _widened(self, found: ScatterAdd) -> _Found | None:
+        """Half precision: the same scatter in fp32."""
+        if value_of(found.node).dtype not in HALF or found.keep is not None:
+            return None
+        base, values = self._wide_base(found.base), self.build.wide(found.values)
+        return self.build.call(aten.index_put.default, base, list(found.indices), values, True), "fp32", "rounded once"
+
+    # ------------------------------------------------ sorting
+
+    def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
+        """Whether a sort and a segmented sum take less time than fp32 atomics (or must, to be reproducible)."""
+        base, values, index = value_of(found.base).shape, _values_shape(found), _index_shape(found)
+        if any(size_hint(n) in (None, 0) for n in (*base, *values, *index)):
+            return False
+        cells, elements, places = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
+        rows = math.prod(size_hint(n) for n in base[found.dim : found.dim + len(found.indexed)])
+        if max(rows, places) > _MOST:
+            return False
+        if self.deterministic:
+            return True
+        rounding = 6 if dtype in HALF else 0
+        atomics = elements * ATOMIC_SECONDS + cells * (4 + rounding) / BANDWIDTH
+        sorting = SORT_SECONDS + (elements + 2 * cells) * dtype.itemsize / BANDWIDTH
+        return found.dim == 0 and sorting < atomics
+
+    def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
+        """The order [N] that sorts the flattened index, and the index [N] in it; shared by all that scatter by it."""
+        shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
+        known = (found.indexed, str(shape), found.keep, left_out)
+        if known not in self._sorted:
+            call = self.build.call
+            keys = self._keys(found)
+            minus_one = self.build.full([], -1, torch.int64, value_of(keys).device)
+            for mask, dropped in ((found.keep, False), (left_out, True)):
+                if mask is not None:
+                    mask = self._flat(mask)
+                    keys = call(aten.where.self, mask, *((minus_one, keys) if dropped else (keys, minus_one)))
+            keys = self.build.convert(keys, _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None))
+            both = call(aten.sort.stable, keys, stable=True, dim=0, descending=False)
+            self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0)
+        return self._sorted[known]
+
+    def _keys(self, found: ScatterAdd) -> Node:
+        """The row of every value [N], int64, where several dims are indexed counted through all; -2 if out of bounds."""
+        call, total, bad = self.build.call, None, None
+        for d, index in enumerate(found.indexed, start=found.dim):
+            size = self.build.size(found.base, d)
+            flat = self.build.convert(self._flat(self._like_first(index, found)), torch.int64)
+            negative = call(aten.lt.Scalar, flat, 0)
+            flat = call(aten.where.self, negative, call(aten.add.Tensor, flat, size), flat)
+            outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, flat, 0), call(aten.ge.Scalar, flat, size))
+            bad = outside if bad is None else call(aten.bitwise_or.Tensor, bad, outside)
+            total = flat if total is None else call(aten.add.Tensor, call(aten.mul.Tensor, total, size), flat)
+        return call(aten.where.self, bad, self.build.full([], -2, torch.int64, value_of(total).device), total)
+
+    # ------------------------------------------------ shapes
+
+    def _like_first(self, index: Node, found: ScatterAdd) -> Node:
+        """An index with the shape that all of them broadcast to."""
+        if all(same_shape(index, other) for other in found.indexed):
+            return index
+        return self.build.call(aten.expand.default, index, self._index_sizes(found))
+
+    def _index_sizes(self, found: ScatterAdd) -> list[Any]:
+        """The shape that all indices broadcast to; a symbolic size is a node, of an index that has it."""
+
+        def size(dim: int, n: Any) -> Any:
+            for index in () if isinstance(n, int) else found.indexed:
+                at = dim - len(shape) + value_of(index).dim()
+                if at >= 0 and same_sizes([value_of(index).shape[at]], [n]):
+                    return self.build.size(index, at)
+            return n
+
+        shape = _index_shape(found)
+        return [size(dim, n) for dim, n in enumerate(shape)]
+
+    def _by_row(self, found: ScatterAdd, values: Node) -> Node:
+        """Values [*before, *index, *after] as [N, *before, *after], a row for each element of the index."""
+        shape = _index_shape(found)
+        dims = [*range(found.dim), *range(found.dim + len(found.indexed), value_of(found.base).dim())]
+        sizes = self.build.sizes(found.base, dims)
+        if len(shape) == 1 and found.dim == 0 and same_sizes(value_of(values).shape, _values_shape(found)):
+            return values
+        index_sizes = self._index_sizes(found)
+        full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
+        values = self.build.call(aten.expand.default, values, full)
+        places = range(found.dim, found.dim + len(shape))
+        others = [d for d in range(len(full)) if d not in places]
+        values = self.build.call(aten.permute.default, values, [*places, *others])
+        return self._view(values, [self.build.product(index_sizes), *sizes])
+
+    def _from_rows(self, found: ScatterAdd, total: Node) -> Node:
+        """[*indexed dims, *before, *after] as the base's own order of dims."""
+        if found.dim == 0:
+            return total
+        order = [*range(found.dim, found.dim + len(found.indexed)), *range(found.dim)]
+        order += range(len(order), value_of(found.base).dim())
+        return self.build.call(aten.permute.default, total, [order.index(d) for d in range(len(order))])
+
+    def _flat(self, node: Node) -> Node:
+        if value_of(node).dim() == 1:
+            return node
+        return self._view(node, [self.build.product(self.build.sizes(node, range(value_of(node).dim())))])
+
+    def _view(self, node: Node, sizes: Sequence[Any]) -> Node:
+        if not value_of(node).is_contiguous():
+            node = self.build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.build.call(aten.view.default, node, list(sizes))
+
+    # ------------------------------------------------ sums
+
+    def merge_sums(self) -> None:
+        """A half-precision sum of two rounded sums becomes one in fp32, rounded once."""
+        for node in list(self.graph.nodes):
+            if node.target is not aten.add.Tensor or node.kwargs or value_of(node).dtype not in HALF:
+                continue
+            terms = node.args
+            if not all(isinstance(t, Node) for t in terms) or not any(t in self.rounded for t in terms):
+                continue
+            if any(t in self.rounded and len(t.users) > 1 for t in terms):
+                continue
+            with self.build.before(node):
+                wide = [self.rounded[t] if t in self.rounded else self.build.wide(t) for t in terms]
+                self._replace(node, self._merged(*wide))
+
+    def _merged(self, first: Node, second: Node) -> Node:
+        """The sum of two fp32 tensors; a scatter into zeros goes on top of another of its shape instead."""
+        for one, other in ((second, first), (first, second)):
+            on_zeros = one.target is aten.index_put.default and is_zero(one.args[0]) and one.args[3]
+            if same_shape(one, other) and on_zeros and len(one.users) <= 1:
+                return self.build.call(aten.index_put.default, other, *one.args[1:])
+        return self.build.call(aten.add.Tensor, first, second)
+
+    def round_in_kernel(self) -> None:
+        """A segment_sum that is only rounded, perhaps after a change of shape, is stored in half precision at once."""
+        for node in self.graph.find_nodes(op="call_function", target=gradfuse.segment_sum.default):
+            chain = [node]
+            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in SHAPE_ONLY:
+                chain.append(next(iter(chain[-1].users)))
+            (user, *others) = chain[-1].users
+            if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] not in HALF:
+                continue
+            node.args = (*node.args[:-1], user.args[1])
+            for link in chain:
+                link.meta["val"] = value_of(link).to(user.args[1])
+            user.replace_all_uses_with(chain[-1])
+            self.graph.erase_node(user)
+
+    def _onto(self, base: Node, total: Node) -> Node:
+        return total if is_zero(base) else self.build.call(aten.add.Tensor, self.build.wide(base), total)
+
+    def _wide_base(self, base: Node) -> Node:
+        return self._zeros(base, torch.float32) if is_zero(base) else self.build.wide(base)
+
+    def _zeros(self, like: Node, dtype: torch.dtype) -> Node:
+        sizes = self.build.sizes(like, range(value_of(like).dim()))
+        return self.build.full(sizes, 0, dtype, value_of(like).device)
+
+    def _replace(self, node: Node, total: Node, path: str = "", why: str = "") -> None:
+        if path:
+            record(NAME, str(node.target), path, why, user_line(node))
+        result = self.build.convert(total, value_of(node).dtype)
+        if result is not total:
+            self.rounded[result] = total
+        self.build.replace(node, result)
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and uses_triton_on_cpu())
+
+
+def _adds_elements(node: Node) -> bool:
+    """Whether a node adds floating-point elements at places of their own along one dim."""
+    if node.target not in _SAME_OP_IN_FP32 or not value_of(node).is_floating_point():
+        return False
+    return node.target is aten.scatter_add.default or node.args[4] == "sum"
+
+
+def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
+    """The shape that the indices broadcast to."""
+    first, *others = found.indexed
+    if all(same_shape(first, other) for other in others):
+        return tuple(value_of(first).shape)
+    return tuple(torch.broadcast_shapes(*(value_of(i).shape for i in found.indexed)))
+
+
+def _values_shape(found: ScatterAdd) -> tuple[Any, ...]:
+    """The shape of ``base[indices]``, which the values broadcast to."""
+    base = value_of(found.base).shape
+    return (*base[: found.dim], *_index_shape(found), *base[found.dim + len(found.indexed) :])
+
+
+def _narrowest(rows: int | None) -> torch.dtype:
+    """The narrowest dtype that holds -2 .. rows: a radix sort takes a pass a byte."""
+    for dtype in (torch.int8, torch.int16):
+        if rows is not None and rows <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int32

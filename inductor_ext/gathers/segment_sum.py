@@ -1,0 +1,83 @@
+"""Lowering of ``gradfuse::segment_sum`` onto ``segment_sum.py.jinja`` and ``segment_totals.py.jinja``.
+
+On a machine whose Triton kernels cannot run (CPU tensors) the rewrite does not make this op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from .. import compat
+from ..compat import SymbolicGridFn
+from ..core.templates import load, run
+from .row_sums import accumulator
+
+aten = torch.ops.aten
+
+#: Places of the sorted keys that a program owns, and rows whose loads are in flight together (benchmarks/NOTES.md).
+CHUNK = 64
+UNROLL = 4
+#: Columns of a program, of the first pass and the second, and chunks that the second pass adds at a time.
+WIDEST_BLOCK = 1024
+WIDEST_TOTALS = 128
+BLOCK_C = 64
+
+
+@SymbolicGridFn
+def _grid(chunks: Any, width: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    return chunks, cdiv(width, meta["BLOCK_H"]), 1
+
+
+_sums = compat.make_template("gradfuse_segment_sum", _grid, load("segment_sum"))
+_totals = compat.make_template("gradfuse_segment_totals", _grid, load("segment_totals"))
+
+
+def _block(width: Any, widest: int) -> int:
+    """The tile's columns: a power of two that holds the row, if it is known to be that narrow."""
+    block = 16
+    while block < widest and not compat.known_at_most(width, block):
+        block *= 2
+    return block
+
+
+def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> Any:
+    """The replacement of the op; its operands and result are those of ``gathers.row_sums.segment_sum``."""
+    device, (count, width) = values.get_device(), values.get_size()
+    wide = accumulator(values.get_dtype())
+    values, order, keys = compat.realize([values, order, keys])
+    out = compat.full([rows, width], 0, dtype, device)
+    chunks = sympy.Max(1, compat.CeilDiv(count, CHUNK))
+    partial_strides = compat.contiguous_strides([chunks, width])
+    tail = compat.empty_strided([chunks, width], partial_strides, dtype=wide, device=device)
+    options = {"CHUNK": CHUNK, "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32", "num_stages": 1}
+
+    block = _block(width, WIDEST_BLOCK)
+    head = run(
+        _sums,
+        [{}],
+        [values, order, keys, out, tail],
+        [out, tail],
+        compat.fixed_layout(device, wide, [chunks, width], partial_strides),
+        [chunks, width],
+        **options,
+        BLOCK_H=block,
+        UNROLL=UNROLL,
+        num_warps=max(1, min(4, block // 256)),
+    )
+    run(
+        _totals,
+        [{}],
+        [keys, head, tail, out],
+        [out],
+        compat.fixed_layout(device, torch.int32, [chunks], [1]),
+        [chunks, width],
+        **options,
+        BLOCK_H=_block(width, WIDEST_TOTALS),
+        BLOCK_C=BLOCK_C,
+        num_warps=4,
+    )
+    return out

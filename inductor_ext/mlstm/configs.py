@@ -1,0 +1,81 @@
+"""Tiles of the mLSTM templates by head width and dtype; measurements are in benchmarks/NOTES.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import compat
+from ..core.kernels import next_power_of_two
+
+
+def _width(query: Any, value: Any) -> int:
+    sizes = (compat.V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value))
+    return next_power_of_two(max(sizes))
+
+
+def _forward(block_m: int, block_n: int, num_warps: int, num_stages: int) -> dict[str, Any]:
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def _backward(
+    block_n1: int, block_m1: int, block_m2: int, block_n2: int, num_warps: int, num_stages: int, split: bool = False
+) -> dict[str, Any]:
+    blocks = {"BLOCK_N1": block_n1, "BLOCK_M1": block_m1, "BLOCK_M2": block_m2, "BLOCK_N2": block_n2}
+    return {**blocks, "SPLIT": split, "num_warps": num_warps, "num_stages": num_stages}
+
+
+#: By element size in bytes, then the widest head (a power of two) that a tile serves. With 4 warps a tile has 64 rows, with
+#: 8 it has 128: Hopper's matmuls give each group of four warps 64 rows.
+FORWARD = {
+    2: {
+        64: _forward(128, 64, 8, 3),
+        128: _forward(64, 64, 4, 3),
+        256: _forward(128, 64, 8, 2),
+        512: _forward(32, 32, 8, 1),
+    },
+    4: {64: _forward(32, 32, 4, 1), 128: _forward(32, 16, 4, 1), 256: _forward(32, 16, 8, 1)},
+}
+BACKWARD = {
+    2: {
+        64: _backward(64, 64, 64, 64, 4, 3),
+        128: _backward(64, 32, 64, 32, 4, 3),
+        256: _backward(128, 32, 128, 32, 8, 2, split=True),
+        512: _backward(32, 32, 32, 32, 8, 1, split=True),
+    },
+    4: {
+        64: _backward(32, 16, 32, 16, 4, 1),
+        128: _backward(16, 16, 16, 16, 8, 1, split=True),
+        256: _backward(16, 16, 16, 16, 8, 1, split=True),
+    },
+}
+#: Instead of those on other architectures than Hopper, where they would spill registers. Never timed.
+FORWARD_ELSEWHERE = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
+BACKWARD_ELSEWHERE = {
+    2: {
+        64: _backward(64, 32, 64, 32, 4, 2),
+        128: _backward(64, 32, 64, 32, 8, 2),
+        256: _backward(64, 32, 64, 32, 8, 2, split=True),
+    },
+    4: {},
+}
+
+_Table = dict[int, dict[int, dict[str, Any]]]
+
+
+def _choices(table: _Table, elsewhere: _Table, query: Any, value: Any) -> list[dict[str, Any]]:
+    size, width = query.get_dtype().itemsize, _width(query, value)
+    by_width = dict(table[size])
+    if compat.architecture(query.get_device()) != 90:
+        by_width.update(elsewhere[size])
+    fitting = [tile for widest, tile in by_width.items() if width <= widest]
+    return fitting if compat.inductor_config.max_autotune else fitting[:1]
+
+
+def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
+    """The tiles that the forward template is tried with: one, and under max-autotune those of wider heads too."""
+    return _choices(FORWARD, FORWARD_ELSEWHERE, query, value)
+
+
+def backward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
+    """The tiles that the backward template is tried with: one, and under max-autotune those of wider heads too."""
+    return _choices(BACKWARD, BACKWARD_ELSEWHERE, query, value)

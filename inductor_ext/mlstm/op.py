@@ -1,0 +1,280 @@
+"""mLSTM, xLSTM's matrix memory in its parallel form, with its headwise layer norm (Beck et al., xLSTM, 2024).
+
+    F_t  = cumsum(logsigmoid(f))_t
+    D_ts = F_t - F_s + i_s        for s <= t, -inf otherwise
+    m_t  = max_s D_ts
+    C_ts = scale (q_t . k_s) exp(D_ts - m_t)
+    n_t  = max(|sum_s C_ts|, exp(-m_t)) + eps
+    h_t  = sum_s C_ts v_s / n_t
+    y_t  = layer_norm(h_t) (1 + w) + b          over the value width, head by head
+
+F_t cancels in ``D_ts - m_t = g_s - M_t`` with ``g = i - F`` and ``M = cummax(g)``: two scans over the gates give the maximum
+of every row before any score is known, so nothing is rescaled on the way. They are kept in float64, because F grows to
+thousands where its differences matter to 1e-6.
+
+The gradient is autograd's of these formulas for every eps, in which the normaliser leaves one number a row. With
+``delta = dh . h``, and where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``; through
+m, ``-delta eps / n`` goes to the s of the maximum. Behind a layer norm delta is ``Dv c2 norm_eps rstd^2`` (c2 the mean of
+dy (1 + w) times the normalised h), zero for norm_eps = 0: the norm does not see the scale of h.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like, wide
+
+
+def mlstm_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: bool = True,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    scale: float | None = None,
+) -> Tensor:
+    """The formula, with its S x S tensors; operands and result as for ``mlstm``."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    length = query.shape[-2]
+    decay = F.logsigmoid(forget_gate).cumsum(-1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
+    log_weights = log_weights.masked_fill(~causal, -math.inf)
+    row_max = log_weights.max(-1, keepdim=True).values
+    combined = scale * (query @ key.mT) * torch.exp(log_weights - row_max)
+    normaliser = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + eps
+    hidden = combined @ value / normaliser
+    if not norm:
+        return hidden
+    normalised = F.layer_norm(hidden, hidden.shape[-1:], eps=norm_eps)
+    return _affine(normalised, norm_weight, norm_bias)
+
+
+def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    heads, width = normalised.shape[1], normalised.shape[-1]
+    if weight is not None:
+        normalised = normalised * (1 + weight.reshape(heads, 1, width))
+    return normalised if bias is None else normalised + bias.reshape(heads, 1, width)
+
+
+def mlstm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm: bool = True,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    scale: float | None = None,
+    return_states: bool = False,
+) -> Any:
+    """The mLSTM cell in its parallel form with its headwise layer norm; memory is linear in the length.
+
+    query, key [B, N, S, D], value [B, N, S, Dv], all of one floating dtype; input_gate, forget_gate [B, N, S], before any
+    activation, of any floating dtype; norm_weight (0 is the identity) and norm_bias [N, Dv] or [N * Dv]. scale is
+    1 / sqrt(D) by default and must be positive. Returns y [B, N, S, Dv] in the dtype of value; with ``return_states``
+    ``(y, (h, n, m))``: h as y, with a gradient; n and m [B, N, S] in fp32 (float64 for float64), without.
+
+    Compiled with gradfuse on a GPU it runs as fused kernels; without, in blocks of rows. Raises ValueError for operands
+    whose shapes or dtypes do not fit.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    _check(query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, scale)
+    heads, width = value.shape[1], value.shape[-1]
+    weight, bias = (None if x is None else x.reshape(heads, width) for x in (norm_weight, norm_bias))
+    fused = norm and not return_states
+    out, _, row_sum, _, log_weight, log_max, _ = mlstm_op(
+        query,
+        key,
+        value,
+        input_gate,
+        forget_gate,
+        weight if fused else None,
+        bias if fused else None,
+        fused,
+        eps,
+        norm_eps,
+        scale,
+    )
+    if not return_states:
+        return out
+    row_max = (input_gate - log_weight + log_max).detach()
+    normaliser = torch.maximum(row_sum.abs(), torch.exp(-row_max).to(row_sum.dtype)) + eps
+    states = (out, normaliser.detach(), row_max.to(row_sum.dtype))
+    if not norm:
+        return out, states
+    normalised = F.layer_norm(out.to(row_sum.dtype), (width,), eps=norm_eps)
+    return _affine(normalised, weight, bias).to(out.dtype), states
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: bool,
+    scale: float,
+) -> None:
+    if query.dim() != 4 or key.shape != query.shape or value.dim() != 4 or value.shape[:3] != query.shape[:3]:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(f"mlstm: query and key must be [B, N, S, D] and value [B, N, S, Dv]; got {shapes}")
+    for name, gate in (("input_gate", input_gate), ("forget_gate", forget_gate)):
+        if gate.shape != query.shape[:3]:
+            raise ValueError(f"mlstm: {name} must be [B, N, S] = {tuple(query.shape[:3])}; got {tuple(gate.shape)}")
+    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
+        raise ValueError(f"mlstm: query, key and value must have one floating dtype; got {dtypes}")
+    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if vector is not None and not norm:
+            raise ValueError(f"mlstm: {name} without norm=True has no meaning")
+        if vector is not None and vector.numel() != value.shape[1] * value.shape[3]:
+            raise ValueError(
+                f"mlstm: {name} must hold N * Dv = {value.shape[1] * value.shape[3]} numbers; got {vector.numel()}"
+            )
+    if not scale > 0:
+        raise ValueError(f"mlstm: scale must be positive; got {scale}")
+
+
+# ---------------------------------------------------------------- the op
+
+
+def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``g``, ``M``, the place of the maximum M (int32), all [B, N, S], and ``exp(-m)``; float64 but for the place."""
+    decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
+    log_weight = input_gate.double() - decay
+    log_max, place = log_weight.cummax(-1)
+    return log_weight, log_max, place.to(torch.int32), torch.exp(-(decay + log_max))
+
+
+def decomposed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: bool,
+    eps: float,
+    norm_eps: float,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The op ``gradfuse::mlstm`` as scans of the gates and the op ``gradfuse::mlstm_tiles``: its decomposition."""
+    log_weight, log_max, place, floor = gate_scans(input_gate, forget_gate)
+    floor = floor.to(wide(query.dtype))
+    operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
+    return (*mlstm_tiles(*operands), log_weight, log_max, place)
+
+
+@torch.library.custom_op("gradfuse::mlstm", mutates_args=())
+def mlstm_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: bool,
+    eps: float,
+    norm_eps: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, place of M."""
+    return decomposed(
+        query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, eps, norm_eps, scale
+    )  # fmt: skip
+
+
+@mlstm_op.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    out = rows_like(query, value.shape[-1])
+    affine = norm_weight is not None or norm_bias is not None
+    normalised = torch.empty_like(out) if affine else out.new_empty(0)
+    row = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    gate = query.new_empty(query.shape[:3], dtype=torch.float64)
+    place = torch.empty_like(gate, dtype=torch.int32)
+    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), place
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, input_gate, forget_gate, weight, bias, ctx.norm, ctx.eps, ctx.norm_eps, ctx.scale = inputs
+    out, normalised, *rows = output
+    hidden = out if weight is None and bias is None else normalised
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.weight_dtypes = tuple(None if x is None else x.dtype for x in (weight, bias))
+    ctx.save_for_backward(query, key, value, input_gate, forget_gate, weight, hidden, *rows)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 11
+    query, key, value, input_gate, forget_gate, weight, hidden, row_sum, rstd, log_weight, log_max, place = ctx.saved_tensors
+    kind = row_sum.dtype
+    grad, hidden = grad.to(kind), hidden.to(kind)
+    grad_weight, grad_bias = (
+        None if dtype is None else term.sum((0, 2)).to(dtype)
+        for dtype, term in zip(ctx.weight_dtypes, (grad * hidden, grad), strict=True)
+    )
+    # grad_hidden * rstd is the gradient of h, and delta * rstd its dot product with h.
+    grad_hidden, delta = grad, None
+    if ctx.norm:
+        scaled = grad if weight is None else grad * (1 + weight.to(kind)[:, None])
+        along = (scaled * hidden).mean(-1)
+        grad_hidden = scaled - scaled.mean(-1, keepdim=True) - hidden * along[..., None]
+        delta = along * (value.shape[-1] * ctx.norm_eps) * rstd
+    else:
+        delta = (grad * hidden).sum(-1)
+    floor = torch.exp(-(input_gate.double() - log_weight + log_max)).to(kind)
+    normaliser = torch.maximum(row_sum.abs(), floor) + ctx.eps
+    term = torch.where(row_sum.abs() >= floor, -delta * row_sum.sign(), 0)
+    through_max = -delta * rstd * (ctx.eps / normaliser)
+    grad_query, grad_key, grad_value, of_rows, of_columns = mlstm_tiles_backward(
+        query,
+        key,
+        value,
+        grad_hidden.to(query.dtype),
+        log_weight,
+        log_max - torch.log(rstd / normaliser).double(),
+        term,
+        place,
+        through_max,
+        ctx.scale,
+        ctx.eps != 0,
+    )
+    of_decay = (of_rows + through_max).double() - of_columns
+    later = of_decay.flip(-1).cumsum(-1).flip(-1)
+    grad_forget = (later * torch.sigmoid(-forget_gate.double())).to(forget_gate.dtype)
+    grads = (grad_query, grad_key, grad_value, of_columns.to(input_gate.dtype), grad_forget, grad_weight, grad_bias)
+    return (*grads, None, None, None, None)
+
+
+mlstm_op.register_autograd(_backward, setup_context=_save)

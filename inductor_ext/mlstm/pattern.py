@@ -1,0 +1,289 @@
+"""Is this matmul the last of an mLSTM in its plain form? (mlstm/op.py has the formulas.)
+
+``find`` walks backwards from ``C @ v`` over Dynamo's graph. Every step is one line of the formula, tolerant of how it is
+spelt (method or function, views, the order of factors, where the scale and the division stand). What does not fit raises
+``NotMLSTM`` with the reason, once scores times a stabilised exponential show that an mLSTM may be meant.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from ..core.terms import Term, arg, binary, is_one, is_tensor, number, op, shape, terms, view_of, whole
+
+
+class NotMLSTM(Exception):
+    """Something that looks like mLSTM is not; the text says what."""
+
+
+@dataclass
+class Cell:
+    """The operands of the op, and the nodes of the plain form that hold S x S numbers or a number a row."""
+
+    query: Node
+    key: Node
+    value: Node
+    input_gate: Node
+    forget_gate: Node
+    scale: float
+    eps: float
+    inside: set[Node] = field(default_factory=set)
+
+
+def find(product: Node) -> Cell | None:
+    """The cell whose h ``product`` computes (a matmul, or its quotient), None if nothing here is an mLSTM's."""
+    inside: set[Node] = set()
+    combined, value, normaliser = _parts(product, inside)
+    if combined is None:
+        return None
+    scores, weights = _factors(combined)
+    if weights is None:
+        return None
+    inside |= {combined, scores, weights}
+    log_weights, row_max = _stabilised(weights.args[0], inside)
+    if log_weights is None:
+        return None
+    input_gate, forget_gate = _gates(log_weights, inside)
+    eps = _normaliser(normaliser, combined, row_max, inside)
+    query, key, scale = _scores(scores, inside)
+    return Cell(query, key, value, input_gate, forget_gate, scale, eps, inside)
+
+
+def _uncast(node: Any, inside: set[Node]) -> Any:
+    while op(node) in ("to", "type", "type_as", "float", "bfloat16", "half") and is_tensor(node.args[0]):
+        inside.add(node)
+        node = node.args[0]
+    return node
+
+
+def _parts(product: Node, inside: set[Node]) -> tuple[Node | None, Any, Any]:
+    """C, v and the normaliser of ``(C / n) @ v`` or ``(C @ v) / n``."""
+    if binary(product, "matmul") and binary(quotient := _uncast(product.args[0], inside), "div"):
+        inside.add(quotient)
+        return quotient.args[0], product.args[1], quotient.args[1]
+    if binary(product, "div") and binary(product.args[0], "matmul") and is_tensor(product.args[1]):
+        inside.add(product.args[0])
+        return _uncast(product.args[0].args[0], inside), product.args[0].args[1], product.args[1]
+    return None, None, None
+
+
+def _factors(combined: Any) -> tuple[Any, Any]:
+    """The scores and the exponential of ``C = scores * exp(...)``."""
+    if not binary(combined, "mul"):
+        return None, None
+    exponential = [a for a in combined.args if op(a) == "exp"]
+    if len(exponential) != 1:
+        return None, None
+    (scores,) = (a for a in combined.args if a is not exponential[0])
+    return scores, exponential[0]
+
+
+def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
+    """D and the node of its row maximum, of ``D - max(D, -1, keepdim=True)``."""
+    if not binary(difference, "sub"):
+        return None, None
+    log_weights, row_max = difference.args
+    maximum = view_of(row_max).base if is_tensor(row_max) else None
+    if op(maximum) in ("getitem", ".values") and op(maximum.args[0]) == "max":
+        if op(maximum) == "getitem" and maximum.args[1] != 0:
+            return None, None
+        inside.add(maximum)
+        reduction = maximum.args[0]
+    else:
+        reduction = maximum
+    if op(reduction) not in ("max", "amax") or arg(reduction, 0, "input") is not log_weights:
+        return None, None
+    dim = arg(reduction, 1, "dim")
+    if dim not in (-1, len(shape(log_weights)) - 1, [-1], (-1,)) or not _is_column(row_max, log_weights):
+        raise NotMLSTM("the maximum is not taken over the keys")
+    inside |= {difference, log_weights, reduction, row_max}
+    return log_weights, row_max
+
+
+def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
+    """i and f of ``D_ts = F_t - F_s + i_s``, masked where s > t."""
+    rank = len(shape(log_weights))
+    masks = []
+
+    def visit(node: Node) -> list[Term] | None:
+        if len(shape(node)) == rank and not any(is_one(size) for size in shape(node)[-2:]):
+            inside.add(node)
+        kept = _masked_sum(node)
+        if kept is None:
+            return None
+        masks.append(node)
+        return terms(kept, visit)
+
+    parts = terms(log_weights, visit)
+    decays = [t for t in parts if op(t.base) == "cumsum"]
+    rest = [t for t in parts if t not in decays]
+    if not decays:
+        raise NotMLSTM("there is no cumulative sum of the forget gates in the exponent")
+    if not masks:
+        raise NotMLSTM("the exponent is not masked by a causal mask that is built here")
+    if len(decays) != 2 or len(rest) != 1 or decays[0].base is not decays[1].base:
+        raise NotMLSTM(f"the exponent has {len(parts)} terms and not F_t - F_s + i_s")
+    signs = {_place(t): t.sign for t in decays}
+    if signs != {"row": 1, "column": -1} or _place(rest[0]) != "column" or rest[0].sign != 1:
+        raise NotMLSTM("the terms of the exponent are not F_t - F_s + i_s")
+    return rest[0].base, _forget_gate(decays[0].base)
+
+
+def _is_column(node: Node, matrix: Node) -> bool:
+    """Whether ``node`` holds one number for every row of ``matrix``: [..., S, 1] of the same rank."""
+    return len(shape(node)) == len(shape(matrix)) and is_one(shape(node)[-1])
+
+
+def _place(term: Term) -> str:
+    """Whether a term lies along the rows or the columns of the matrix, its batch and head dims in place."""
+    if any(term.starts):
+        raise NotMLSTM("a gate's positions are shifted")
+    if any(d not in (None, at) for at, d in enumerate(term.dims[:-2])):
+        raise NotMLSTM("a gate's batch and head dims are not those of the scores")
+    row, column = (d is not None for d in term.dims[-2:])
+    return {(True, False): "row", (False, True): "column"}.get((row, column), "neither")
+
+
+def _masked_sum(node: Node) -> Node | None:
+    """What stands in ``node`` where s <= t, if it is -inf elsewhere."""
+    if op(node) == "where" and is_tensor(node.args[1]) and _is_minus_infinity(node.args[2]):
+        condition, kept, negated = node.args[0], node.args[1], False
+    elif op(node) == "masked_fill" and _is_minus_infinity(node.args[2]):
+        kept, condition, negated = *node.args[:2], True
+    else:
+        return None
+    if not _is_causal(condition, negated):
+        raise NotMLSTM("the mask of the exponent is not the lower triangle, or is not built here")
+    return kept
+
+
+def _is_minus_infinity(x: Any) -> bool:
+    if isinstance(x, (int, float)):
+        return x == -math.inf
+    if op(x) in ("tensor", "full", "new_full"):
+        return _is_minus_infinity(x.args[0] if op(x) == "tensor" else x.args[-1])
+    return op(x) == "neg" and isinstance(x.args[0], (int, float)) and x.args[0] == math.inf
+
+
+def _is_causal(condition: Any, negated: bool) -> bool:
+    """Whether ``condition`` (or its negation) is true exactly where s <= t."""
+    if not is_tensor(condition):
+        return False
+    view = view_of(condition)
+    node, rank = view.base, len(shape(condition))
+    if view.dims[-2:] not in ((0, 1), (len(shape(node)) - 2, len(shape(node)) - 1)) or any(view.starts):
+        return False
+    if op(node) == "not":
+        return _is_causal(node.args[0], not negated)
+    if op(node) in ("bool", "to", "type"):
+        return _is_causal(node.args[0], negated)
+    if any(is_one(size) for size in shape(node)[-2:]) and op(node) in ("tril", "triu"):
+        return False
+    if op(node) in ("tril", "triu"):
+        diagonal = arg(node, 1, "diagonal", 0)
+        ones = op(node.args[0]) in ("ones", "ones_like", "new_ones")
+        return ones and ((op(node), diagonal) == ("triu", 1) if negated else (op(node), diagonal) == ("tril", 0))
+    return rank >= 2 and _compares_positions(node, negated)
+
+
+def _compares_positions(node: Node, negated: bool) -> bool:
+    if op(node) not in ("ge", "le", "gt", "lt") or not all(is_tensor(a) for a in node.args):
+        return False
+    views = [view_of(a) for a in node.args]
+    if any(op(v.base) != "arange" or any(v.starts) or len(v.base.args) != 1 for v in views):
+        return False
+    rank = len(shape(node))
+    lies = ["row" if len(v.dims) == rank and v.dims[-2] is not None else "column" for v in views]
+    kept = {("ge", "row", "column"), ("le", "column", "row")}
+    dropped = {("lt", "row", "column"), ("gt", "column", "row")}
+    return (op(node), *lies) in (dropped if negated else kept)
+
+
+def _forget_gate(decay: Node) -> Node:
+    """f of ``cumsum(logsigmoid(f))`` over its positions."""
+    inner, dim = arg(decay, 0, "input"), arg(decay, 1, "dim")
+    sizes = shape(decay)
+    positions = len(sizes) - 2 if len(sizes) == 4 else len(sizes) - 1
+    if dim % len(sizes) != positions or (len(sizes) == 4 and not is_one(sizes[3])):
+        raise NotMLSTM("the cumulative sum is not taken over the positions")
+    while op(inner) in ("float", "double", "to", "contiguous"):
+        inner = inner.args[0]
+    if op(inner) != "logsigmoid":
+        raise NotMLSTM("what is summed up is not logsigmoid of the forget gate")
+    gate = inner.args[0]
+    while op(gate) in ("float", "double") and gate.args[0].meta["example_value"].is_floating_point():
+        gate = gate.args[0]
+    return gate
+
+
+def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> float:
+    """eps of ``max(|sum C|, exp(-m)) + eps``."""
+    eps = 0.0
+    inside.add(node)
+    if not is_tensor(node) or not _is_column(node, combined):
+        raise NotMLSTM("the normaliser is not one number a row, [..., S, 1]")
+    if binary(node, "add"):
+        numbers = [number(a) for a in node.args if not is_tensor(a)]
+        if len(numbers) != 1 or numbers[0] is None:
+            raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
+        eps = numbers[0]
+        (node,) = (a for a in node.args if is_tensor(a))
+        inside.add(node)
+    if op(node) not in ("maximum", "max") or len(node.args) != 2 or not all(is_tensor(a) for a in node.args):
+        raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
+    bases = {op(view_of(a).base): view_of(a).base for a in node.args}
+    if set(bases) != {"abs", "exp"}:
+        raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
+    total, negative = (_rows(bases[name].args[0]) for name in ("abs", "exp"))
+    inside |= {*node.args, *bases.values(), bases["abs"].args[0], total, negative}
+    if (
+        op(total) != "sum"
+        or total.args[0] is not combined
+        or arg(total, 1, "dim") not in (-1, [-1], (-1,), len(shape(combined)) - 1)
+    ):
+        raise NotMLSTM("the normaliser does not sum C over the keys")
+    if op(negative) != "neg" or _rows(negative.args[0]) is not _rows(row_max):
+        raise NotMLSTM("the normaliser's floor is not exp(-m)")
+    return eps
+
+
+def _rows(node: Node) -> Node:
+    """The base of a view [B, N, S, 1] of numbers a row, every dim in place."""
+    view = view_of(node)
+    if any(d not in (None, at) for at, d in enumerate(view.dims)) or any(view.starts):
+        raise NotMLSTM("the numbers of a row are moved before they are used")
+    return view.base
+
+
+def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
+    """q, k and the scale of ``scale (q @ k^T)``, wherever the scale stands."""
+    product, scale = _unscaled(node, inside)
+    if op(product) != "matmul":
+        raise NotMLSTM("the scores are not a product of queries and keys")
+    inside.add(product)
+    query, of_query = _unscaled(product.args[0], set())
+    flipped, of_flipped = _unscaled(product.args[1], set())
+    view = view_of(flipped)
+    key, of_key = _unscaled(view.base, set())
+    straight = whole(view.base).dims
+    if view.dims != (*straight[:-2], straight[-1], straight[-2]) or any(view.starts):
+        raise NotMLSTM("the scores are not a product of queries and transposed keys")
+    return query, key, scale * of_query * of_flipped * of_key
+
+
+def _unscaled(node: Any, inside: set[Node]) -> tuple[Any, float]:
+    """A node without its factors that are Python numbers, and their product."""
+    scale = 1.0
+    while binary(node, "mul") or binary(node, "div"):
+        factors = [a for a in node.args if is_tensor(a)]
+        numbers = [number(a) for a in node.args if not is_tensor(a)]
+        if len(factors) != 1 or numbers[0] is None or (op(node) == "div" and factors[0] is not node.args[0]):
+            break
+        scale = scale * numbers[0] if op(node) == "mul" else scale / numbers[0]
+        inside.add(node)
+        node = factors[0]
+    return node, scale

@@ -1,0 +1,185 @@
+"""mLSTM in its plain form, on Dynamo's graph: recognised (mlstm/pattern.py) and replaced by ``gradfuse::mlstm``.
+
+The headwise norm that follows, as ``group_norm`` over heads or ``layer_norm`` over the value width, joins the op. Whatever
+else uses an S x S tensor of the plain form, or a row's maximum or normaliser, keeps it as it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..core.purity import changes_in_place
+from ..core.report import leave_to_stock, record, user_line
+from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
+from ..options import Options
+from .op import mlstm_op
+from .pattern import Cell, NotMLSTM, find
+
+NAME = "mlstm_pattern"
+_AUTOCAST = "_enter_autocast"
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Replace, in place, every mLSTM in plain form by the op."""
+    if not own.enabled(NAME):
+        return
+    changed = False
+    for node in list(gm.graph.nodes):
+        if op(node) not in ("matmul", "div") or not is_tensor(node):
+            continue
+        try:
+            cell = find(node)
+            if cell is None:
+                continue
+            _check(node, cell)
+        except NotMLSTM as error:
+            leave_to_stock(own.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.op.mlstm.")
+            continue
+        note = _replace(gm, node, cell)
+        record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
+        changed = True
+    if changed:
+        # AOTAutograd drops what is left of the plain form. Dead code elimination here would drop in-place ops too.
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _check(product: Node, cell: Cell) -> None:
+    """Raise NotMLSTM where the op could not take the place of the cell."""
+    for node in cell.inside:
+        outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u)]
+        if outside:
+            raise NotMLSTM(f"{node.name} is also used by {outside[0].name}")
+    nodes = list(product.graph.nodes)
+    between = nodes[min(nodes.index(n) for n in cell.inside) : nodes.index(product)]
+    if any(changes_in_place(n) for n in between):
+        raise NotMLSTM("a tensor is changed in place between its parts")
+    operands = (cell.query, cell.key, cell.value)
+    values = [x.meta["example_value"] for x in operands if is_tensor(x)]
+    if len(values) < 3 or any(v.dim() != 4 for v in values):
+        raise NotMLSTM("queries, keys and values are not [B, N, S, D]")
+    if len({v.dtype for v in values} | {product.meta["example_value"].dtype}) > 1:
+        raise NotMLSTM("queries, keys, values and the result differ in dtype")
+    if values[1].shape != values[0].shape or values[2].shape[:3] != values[0].shape[:3]:
+        raise NotMLSTM("queries, keys and values are broadcast against each other")
+    for gate in (cell.input_gate, cell.forget_gate):
+        if _gate_shape(gate) != tuple(values[0].shape[:3]):
+            raise NotMLSTM(f"a gate of shape {tuple(shape(gate))} is not [B, N, S]")
+    if not cell.scale > 0:
+        raise NotMLSTM(f"the scale {cell.scale} is not positive")
+    autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in nodes)
+    if autocast or any(torch.is_autocast_enabled(v.device.type) for v in values):
+        raise NotMLSTM("it may run under autocast, which decides the dtype of each product")
+
+
+def _ignores_values(user: Node) -> bool:
+    """Whether a user reads only a shape, or is an unused part of a result (the places of ``max``)."""
+    return reads_shape(user) or (op(user) == "getitem" and not user.users)
+
+
+def _gate_shape(gate: Node) -> tuple[Any, ...]:
+    sizes = shape(gate)
+    if len(sizes) == 4:
+        unit = next((d for d in (3, 2) if is_one(sizes[d])), None)
+        return sizes if unit is None else sizes[:unit] + sizes[unit + 1 :]
+    return sizes
+
+
+# ---------------------------------------------------------------- graph surgery
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A headwise norm: the node that computes it, over groups of [B * S, N * Dv] or over the last dim of h."""
+
+    node: Node
+    by_group: bool
+    weight: Node | None
+    bias: Node | None
+    eps: float
+
+
+def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
+    norm = _headwise_norm(product)
+    last = product if norm is None else norm.node
+    operands = (cell.query, cell.key, cell.value, cell.input_gate, cell.forget_gate)
+    options: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
+    if norm is not None:
+        operands += (norm.weight, norm.bias)
+        options |= {"norm_eps": norm.eps, "by_group": norm.by_group}
+    with gm.graph.inserting_before(last):
+        fused = gm.graph.call_function(fused_cell, operands, options)
+    fused.meta = dict(last.meta)
+    fused.meta["stack_trace"] = product.meta.get("stack_trace")
+    last.replace_all_uses_with(fused)
+    return "no headwise norm follows" if norm is None else "its headwise norm included"
+
+
+def fused_cell(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    norm: bool,
+    eps: float,
+    scale: float,
+    norm_eps: float = 0.0,
+    by_group: bool = False,
+) -> Tensor:
+    """What a recognised cell computes, and its norm: weight and bias are the norm's own, of one head or of all."""
+    batch, heads, length, _ = query.shape
+    gates = (gate.reshape(batch, heads, length) for gate in (input_gate, forget_gate))
+    affine = (_of_heads(x, heads, value.shape[-1]) for x in (weight, bias))
+    norm_weight, norm_bias = affine
+    norm_weight = None if norm_weight is None else norm_weight - 1
+    y = mlstm_op(query, key, value, *gates, norm_weight, norm_bias, norm, eps, norm_eps, scale)[0]
+    return y.transpose(1, 2).reshape(batch * length, -1) if by_group else y
+
+
+def _of_heads(vector: Tensor | None, heads: int, width: int) -> Tensor | None:
+    if vector is None:
+        return None
+    wide = vector.to(torch.promote_types(vector.dtype, torch.float32))
+    return wide.reshape(heads, width) if wide.numel() == heads * width else wide.expand(heads, width)
+
+
+def _headwise_norm(hidden: Node) -> _Norm | None:
+    """The norm over each head's value width that is all that ``hidden`` [B, N, S, Dv] is used for."""
+    _, heads, _, width = shape(hidden)
+    node = _only_user(hidden)
+    if op(node) == "layer_norm":
+        weight, bias = (arg(node, i, name) for i, name in ((2, "weight"), (3, "bias")))
+        sizes = [number(size) for size in arg(node, 1, "normalized_shape")]
+        over_width = sizes == [number(width)] and arg(node, 0, "input") is hidden
+        return _Norm(node, False, weight, bias, number(arg(node, 4, "eps", 1e-5))) if over_width else None
+    moved = hidden
+    while op(node) in ("transpose", "contiguous"):
+        moved, node = node, _only_user(node)
+    if op(node) != "view" or len(shape(node)) != 2 or shape(node)[1] != heads * width or node.args[0] is not moved:
+        return None
+    straight = whole(hidden).dims
+    if view_of(moved).base is not hidden or view_of(moved).dims != tuple(straight[d] for d in (0, 2, 1, 3)):
+        return None
+    groups = _only_user(node)
+    if (
+        op(groups) != "group_norm"
+        or arg(groups, 0, "input") is not node
+        or number(arg(groups, 1, "num_groups")) != number(heads)
+    ):
+        return None
+    weight, bias = (arg(groups, i, name) for i, name in ((2, "weight"), (3, "bias")))
+    return _Norm(groups, True, weight, bias, number(arg(groups, 4, "eps", 1e-5)))
+
+
+def _only_user(node: Any) -> Any:
+    users = [u for u in node.users if not reads_shape(u)] if isinstance(node, Node) else []
+    return users[0] if len(users) == 1 else None

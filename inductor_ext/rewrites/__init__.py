@@ -1,1 +1,0 @@
-"""FX graph to FX graph; nothing here knows of Triton."""

@@ -1,0 +1,1 @@
+"""associative_scan over any pytree."""

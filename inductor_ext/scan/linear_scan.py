@@ -1,0 +1,63 @@
+"""``y_t = x_t + c_t y_{t-1}``: what the gradient of every scan is, and gated recurrences themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import lanes
+
+#: Fewer rows along time, a warp each, do not fill a GPU.
+FEWEST_ROWS = 512
+
+
+def accumulator(coefficients: Any, inputs: Any) -> torch.dtype:
+    """The dtype that the op computes in, for tensors (or Inductor's) with a ``dtype``."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    return wide if coefficients is None else torch.promote_types(wide, coefficients.dtype)
+
+
+@torch.library.custom_op("gradfuse::linear_scan", mutates_args=())
+def linear_scan(
+    coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype
+) -> Tensor:
+    """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
+
+    inputs [P, T, L], coefficients [P, T - 1, L] (None for ones), of floating dtypes. Computed in fp32 (float64 if one of
+    them is) and rounded to ``dtype``; the result is contiguous, of ``shape``: T at ``dim``, P and L in one dim or several
+    before and behind. So it has the dims of what uses it, and Inductor puts that into the same kernel.
+    """
+    wide = accumulator(coefficients, inputs)
+    out = torch.empty(inputs.shape, dtype=wide, device=inputs.device)
+    steps = range(inputs.shape[1])
+    before: int | None = None
+    for t in reversed(steps) if reverse else steps:
+        out[:, t] = inputs[:, t].to(wide)
+        if before is not None:
+            last = out[:, before]
+            out[:, t] += last if coefficients is None else coefficients[:, t if reverse else before].to(wide) * last
+        before = t
+    return out.to(dtype).reshape(shape)
+
+
+@linear_scan.register_fake
+def _(coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, reverse: bool, dtype: torch.dtype) -> Tensor:
+    return inputs.new_empty(shape, dtype=dtype)
+
+
+def suits(x: Tensor) -> bool:
+    """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes next to each other, or many rows."""
+    if not lanes.runs_kernels(x) or not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
+        return False
+    return x[0].numel() >= FEWEST_ROWS if x.stride(0) == 1 else lanes.many([x])
+
+
+def scanned(coefficients: Tensor | None, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
+    split = lanes.innermost([inputs])
+    factors = None if coefficients is None else lanes.planes(coefficients, split)
+    shape = lanes.unfolded(inputs, split)
+    result = linear_scan(factors, lanes.planes(inputs, split), shape, split - 1, reverse, dtype)
+    return result.movedim(split - 1, 0)

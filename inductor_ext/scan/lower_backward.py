@@ -1,0 +1,70 @@
+"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``; on CPU tensors the op's loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..core.subgraphs import of_source
+from ..core.templates import bits, load, run
+from .lower_linear import grid
+from .scan_backward import scan_backward
+
+#: Times whose loads are issued together, and how many such groups are in flight at most (benchmarks/NOTES.md).
+UNROLL, STAGES = 4, 4
+#: Lanes of a program and its warps, by the size of an element in bytes: a thread copies 4 bytes ahead, or none.
+LANES = {4: (64, 2), 2: (64, 1)}
+#: Bytes of shared memory that groups in flight may take.
+AHEAD = 2**16
+
+
+def _tile(itemsize: int, loads: int) -> dict[str, Any]:
+    lanes, num_warps = LANES[itemsize]
+    group = loads * UNROLL * lanes * 4
+    stages = max(1, min(STAGES, AHEAD // group))
+    return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
+
+
+_template = compat.make_template("gradfuse_scan_backward", grid, load("scan_backward", "lanes"))
+
+
+def lower(
+    ys: Sequence[Any],
+    xs: Sequence[Any],
+    grads: Sequence[Any],
+    given: Sequence[int],
+    source: str,
+    reached: Sequence[int],
+    carried: Sequence[int],
+    driven: Sequence[int],
+    reverse: bool,
+) -> Any:
+    """The replacement of the op; its operands and results are those of ``ops.scan_backward.scan_backward``."""
+    device = xs[0].get_device()
+    if device.type == "cpu" and not compat.uses_triton_on_cpu():
+        return compat.fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven, reverse)
+    inputs = compat.realize([*ys, *xs, *grads])
+    layouts = [compat.node_layout(i) for i in range(len(xs))]
+    stored = [compat.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
+    planes, _, lanes = xs[0].get_size()
+    names = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
+    last = run(
+        _template,
+        [_tile(min(x.dtype.itemsize for x in layouts), len(inputs))],
+        [*inputs, *stored],
+        stored,
+        layouts[-1],
+        [planes, lanes],
+        subgraphs=of_source(source, dict.fromkeys(names, torch.float32), device),
+        REVERSE=reverse,
+        NUM_READ=len(ys),
+        NUM_LEAVES=len(xs),
+        GIVEN=bits(given),
+        REACHED=bits(reached),
+        CARRIED=bits(carried),
+        DRIVEN=bits(driven),
+    )
+    return [*stored, last]

@@ -1,0 +1,67 @@
+"""Lowering of ``gradfuse::scan_forward`` onto ``scan_forward.py.jinja``; on CPU tensors the op's loop runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..compat import V
+from ..core.subgraphs import of_source
+from ..core.templates import bits, load, run
+from .lower_linear import grid
+from .scan_forward import computed_in, scan_forward
+
+_template = compat.make_template("gradfuse_scan_forward", grid, load("scan_forward", "lanes"))
+
+
+def _tile(leaves: int) -> dict[str, Any]:
+    """Measurements are in benchmarks/NOTES.md. A thread holds two spans of every leaf: fewer times of more leaves."""
+    span = 16 if leaves <= 2 else 8 if leaves <= 4 else 4
+    return {"SPANS": 16, "SPAN": span, "BLOCK_L": 16, "num_warps": 8, "num_stages": 1}
+
+
+def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, reverse: bool) -> Any:
+    """The replacement of the op; its operands and results are those of ``ops.scan_forward.scan_forward``.
+
+    A result that nothing uses is not stored (None here); into the last one that is used, Inductor may fuse what uses it.
+    """
+    device = xs[0].get_device()
+    if device.type == "cpu" and not compat.uses_triton_on_cpu():
+        return compat.fallback(scan_forward)(xs, source, shape, dim, reverse)
+    inputs = compat.realize(xs)
+    layouts = [compat.node_layout(i) for i in range(len(xs))]
+    *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
+    results = {
+        i: compat.empty_strided(layouts[i].size, layouts[i].stride, dtype=layouts[i].dtype, device=device) for i in others
+    }
+    kinds = [computed_in(x.get_dtype()) for x in xs]
+    planes, _, lanes = xs[0].get_size()
+    results[last] = run(
+        _template,
+        [_tile(len(xs))],
+        [*inputs, *results.values()],
+        list(results.values()),
+        layouts[last],
+        [planes, lanes],
+        subgraphs=of_source(
+            source, {f"{name}_{i}": kind for name in ("left", "right") for i, kind in enumerate(kinds)}, device
+        ),
+        NUM_LEAVES=len(xs),
+        STORED=bits(others),
+        LAST=last,
+        BOOLEAN=bits(i for i, kind in enumerate(kinds) if kind is torch.bool),
+        REVERSE=reverse,
+        TIME_DIM=dim,
+        RANK=len(shape),
+        **{f"DTYPE_{i}": _tile_dtype(kind) for i, kind in enumerate(kinds)},
+    )
+    return [results.get(i) for i in range(len(xs))]
+
+
+def _tile_dtype(kind: torch.dtype) -> str:
+    """Conditions are scanned as numbers."""
+    return "tl.int32" if kind is torch.bool else str(kind).replace("torch", "tl")

@@ -1,0 +1,83 @@
+"""associative_scan, on Dynamo's graph: the same scan with a gradient that is right.
+
+In its "pointwise" mode the op's own gradient scans once for every element, and comes back as zero for some leaves (seen with
+the gated recurrence in torch 2.11). In "generic" mode Dynamo expands the op before we see it, and autograd is right.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..compat import associative_scan_hop
+from ..core.purity import changes_in_place
+from ..core.report import record, user_line
+from ..core.terms import op
+from ..options import Options
+from .scan import scan
+
+NAME = "scans"
+
+
+def rewrite(gm: GraphModule, own: Options) -> None:
+    """Replace, in place, every pointwise associative_scan by ``ops.scan.scan``."""
+    if not own.enabled(NAME):
+        return
+    for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
+        node.target = scan
+        _turn(node)
+        record(NAME, "associative_scan", "scan", "its gradient is one pass back through time", user_line(node))
+    gm.recompile()
+
+
+def _turn(node: Node) -> None:
+    """Scan what is flipped, and whose results are flipped back, from the end instead; ``reverse=True`` is written so."""
+    combine, xs, *additional = node.args
+    if not _just_flipped(xs, node) or any(user.target is not operator.getitem for user in node.users) or _changes(node):
+        return
+    node.args = (combine, [x.args[0] for x in xs], *additional)
+    node.kwargs = {**node.kwargs, "reverse": True}
+    for result in list(node.users):
+        with node.graph.inserting_after(result):
+            flipped = node.graph.call_function(torch.flip, (result, [0]))
+        flipped.meta = dict(result.meta)
+        result.replace_all_uses_with(flipped, delete_user_cb=lambda user, new=flipped: user is not new)
+        for user in filter(_flipped, list(flipped.users)):
+            user.replace_all_uses_with(result)
+            node.graph.erase_node(user)
+        if not flipped.users:
+            node.graph.erase_node(flipped)
+    for x in dict.fromkeys(xs):
+        if not x.users:
+            node.graph.erase_node(x)
+
+
+def _just_flipped(xs: Sequence[Node], node: Node) -> bool:
+    """Whether ``xs`` are flipped along dim 0 right before ``node``, with nothing between that could change their sources."""
+    before = node.prev
+    while before.op == "get_attr" or before in xs or (before.all_input_nodes and set(before.all_input_nodes) <= set(xs)):
+        before = before.prev
+    return all(_flipped(x) and x > before for x in xs)
+
+
+def _changes(node: Node) -> bool:
+    """Whether something made of ``node`` is written to: a flip is a copy, but what a scan returns is saved for backward."""
+    seen: set[Node] = set()
+    ahead = [node]
+    while ahead:
+        for user in ahead.pop().users:
+            if user not in seen:
+                seen.add(user)
+                ahead.append(user)
+    return any(map(changes_in_place, seen))
+
+
+def _flipped(node: Node) -> bool:
+    """Whether ``node`` is ``flip`` along dim 0 alone."""
+    if op(node) != "flip" or node.kwargs:
+        return False
+    dims = node.args[1:]
+    return dims in ((0,), ((0,),), ([0],))

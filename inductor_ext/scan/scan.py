@@ -1,0 +1,275 @@
+"""``scan(combine, xs)``: associative_scan along dim 0, with a gradient that is itself an associative scan, run backwards.
+
+With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, and J_t the k x k matrix dc/dy at
+``(y_{t-1}, x_t)``, the gradient of y_t through all that follows is
+
+    lambda_t = g_t + J_{t+1}^T lambda_{t+1},          dx_t = (dc/dx)^T lambda_t,          dx_0 = lambda_0
+
+a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
+that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
+scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
+never concatenated. Over many lanes, the forward is ``scan_forward.py``'s, a gated one and a group of one leaf are
+``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.depend import depend
+from . import scan_backward, scan_forward
+from .associative import associative, backwards, cast, first_of_all, padded
+from .linear_scan import scanned, suits
+from .recurrences import gated, reads
+
+#: An entry of the Jacobian that is one by structure.
+_ONE = 1
+#: ∂c_i/∂y_j by (i, j), only where it is not zero by structure.
+_Jacobian = dict[tuple[int, int], Tensor | int]
+
+
+class _Scan(torch.autograd.Function):
+    """combine takes k leaves of the sum so far and k of the next element; xs are k tensors [T, ...] of one shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ys = _scanned_forward(combine, recurrence, reverse, xs)
+        ctx.combine, ctx.reverse = combine, reverse
+        ctx.save_for_backward(*xs, *ys)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = [g for g in grads if g is not None]
+        # What is computed of these alone, the forward would compute and save in their place.
+        saved = [depend(x, given) for x in ctx.saved_tensors]
+        xs, ys = saved[: len(grads)], saved[len(grads) :]
+        return None, None, None, *scan_gradients(ctx.combine, xs, ys, grads, ctx.reverse)
+
+
+def _scanned_forward(
+    combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, xs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    if recurrence is not None and all(suits(x) for x in xs):
+        gate, state = recurrence
+        a, x = xs[gate], xs[state]
+        (products,) = _scanned_forward(_product, None, reverse, [a])
+        ys = {gate: products, state: scanned(_later(a, reverse), x, reverse, x.dtype)}
+        return ys[0], ys[1]
+    if scan_forward.suits(xs):
+        source = scan_forward.combination(combine, [x.dtype for x in xs])
+        if source is not None:
+            return tuple(scan_forward.scanned(source, xs, reverse))
+    if reverse:
+        return tuple(backwards(y) for y in associative(combine, [backwards(x) for x in xs]))
+    return associative(combine, xs)
+
+
+def _later(x: Tensor, reverse: bool) -> Tensor:
+    """``x`` [T, ...] but for what a scan takes first."""
+    return x[:-1] if reverse else x[1:]
+
+
+def scan(
+    combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = (), reverse: bool = False
+) -> tuple[Tensor, ...]:
+    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, of shapes that broadcast behind it.
+
+    additional: what ``combine`` takes besides: numbers, sizes, or tensors that broadcast to [...] (which have a gradient).
+    Tensors, and sizes that combine reads, are scanned along as leaves of which every element is the same, because Inductor
+    has no place for them. reverse: from the end, ``y_t = c(y_{t+1}, x_t)``.
+    """
+    if any(x.shape != xs[0].shape for x in xs):
+        return _scan_of_one_shape(combine, xs, additional, reverse)
+    device, shape, count = xs[0].device, xs[0].shape, len(xs)
+    additional = [
+        torch.full((), x, dtype=torch.int64, device=device) if isinstance(x, torch.SymInt) and read else x
+        for x, read in zip(additional, reads(combine, 2 * count, len(additional)), strict=True)
+    ]
+    captured = [x for x in additional if isinstance(x, Tensor)]
+    if not captured:
+        return _Scan.apply(lambda *flat: combine(*flat, *additional), gated(combine), reverse, *xs)
+    numbers = [None if isinstance(x, Tensor) else x for x in additional]
+
+    def with_captured(*flat: Tensor) -> list[Tensor]:
+        before, now = flat[: count + len(captured)], flat[count + len(captured) :]
+        tensors = iter(now[count:])
+        rest = (next(tensors) if n is None else n for n in numbers)
+        results = torch.utils._pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
+        # A result of the op may not be one of its operands.
+        return [*results, *(x.clone() for x in now[count:])]
+
+    constant = [x.expand(shape[1:]).expand(shape) for x in captured]
+    return _Scan.apply(with_captured, None, reverse, *xs, *constant)[:count]
+
+
+def _scan_of_one_shape(
+    combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any], reverse: bool
+) -> tuple[Tensor, ...]:
+    """``scan`` of leaves expanded to their common shape, of which each result is one part like every other."""
+    lanes = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
+    aligned = [x.reshape(x.shape[0], *[1] * (len(lanes) - x.dim() + 1), *x.shape[1:]) for x in xs]
+    ys = scan(combine, [x.expand(x.shape[0], *lanes) for x in aligned], additional, reverse)
+    parts = []
+    for y, x, given in zip(ys, aligned, xs, strict=True):
+        for dim in range(1, x.dim()):
+            y = y.narrow(dim, 0, 1) if x.shape[dim] != y.shape[dim] else y
+        parts.append(y.reshape(given.shape))
+    return tuple(parts)
+
+
+def scan_gradients(
+    combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
+) -> list[Tensor | None]:
+    """The gradients of ``xs`` given those of ``ys = scan(combine, xs, reverse=reverse)``, None where there is none."""
+    if xs[0].shape[0] <= 1:
+        return list(grads)
+    with torch.enable_grad():
+        floating = [i for i, x in enumerate(xs) if x.is_floating_point()]
+        before, now = [_later(y, not reverse).detach() for y in ys], [_later(x, reverse).detach() for x in xs]
+        for i in floating:
+            before[i].requires_grad_()
+            now[i].requires_grad_()
+        after = torch.utils._pytree.tree_leaves(combine(*before, *now))
+        jacobian = _jacobian(after, before, floating)
+        groups = _groups(_reached(jacobian, grads), jacobian)
+        if any(len(group) > 1 for group in groups) and scan_backward.suits(xs):
+            product = scan_backward.product(combine, len(xs), sorted(itertools.chain(*groups)))
+            if product is not None:
+                return scan_backward.gradients(product, ys, xs, grads, reverse)
+        adjoint = _adjoint(jacobian, groups, grads, reverse)
+        through = [i for i in adjoint if after[i].requires_grad]
+        outgoing = {i: _later(adjoint[i], reverse).to(after[i].dtype) for i in through}
+        parts = torch.autograd.grad(
+            [after[i] for i in through],
+            [now[i] for i in floating],
+            list(outgoing.values()),
+            allow_unused=True,
+        )
+    result: list[Tensor | None] = [None] * len(xs)
+    for i, rest in zip(floating, parts, strict=True):
+        if i in outgoing and rest is outgoing[i]:
+            # dc/dx is 1, as for what is only added: no need to put the first element before the others.
+            result[i] = cast(adjoint[i], xs[i].dtype)
+            continue
+        if rest is not None:
+            result[i] = padded(rest, 0, 1) if reverse else padded(rest, 1, 0)
+        if i in adjoint:
+            later = torch.zeros_like(xs[i]) if rest is None else result[i]
+            result[i] = torch.where(first_of_all(xs[i], reverse), adjoint[i].to(xs[i].dtype), later)
+    return result
+
+
+def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> _Jacobian:
+    """Every ∂after_i/∂before_j, element by element, detached."""
+    found = {}
+    for i in floating:
+        if not after[i].requires_grad:
+            continue
+        # Not ones_like: Inductor's joint passes take the products with a filled tensor away, and with that a kernel.
+        ones = torch.ones(after[i].shape, dtype=after[i].dtype, device=after[i].device)
+        columns = torch.autograd.grad(after[i], [before[j] for j in floating], ones, retain_graph=True, allow_unused=True)
+        for j, column in zip(floating, columns, strict=True):
+            if column is not None:
+                # autograd hands the very tensor through what only adds.
+                found[i, j] = _ONE if column is ones else column.detach()
+    return found
+
+
+def _column(entry: Tensor | int | None, like: Tensor) -> Tensor:
+    """An entry of the Jacobian [T - 1, ...] (or one, or zero) as a tensor of the shape of ``like[1:]``."""
+    if isinstance(entry, Tensor):
+        return entry.expand(like[1:].shape)
+    return torch.full_like(like[1:], 0 if entry is None else 1)
+
+
+def _sum(b1: Tensor, b2: Tensor) -> tuple[Tensor]:
+    return (b1 + b2,)
+
+
+def _product(a1: Tensor, a2: Tensor) -> tuple[Tensor]:
+    return (a1 * a2,)
+
+
+def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
+    """The leaves that have a lambda."""
+    reached = {i for i, g in enumerate(grads) if g is not None}
+    while more := {j for i, j in jacobian if i in reached} - reached:
+        reached |= more
+    return reached
+
+
+def _adjoint(
+    jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None], reverse: bool
+) -> dict[int, Tensor]:
+    """lambda [T, ...] of every leaf of ``groups``, in fp32 at least: from the scan's last element on."""
+    turned = (lambda x: x) if reverse else backwards
+    (some, *_) = (g for g in grads if g is not None)
+    found: dict[int, Tensor] = {}
+    for group in groups:
+        wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
+        if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
+            (i,) = group
+            given = torch.zeros_like(some) if grads[i] is None else grads[i]
+            entry = jacobian[i, i]
+            found[i] = scanned(None if entry is _ONE else _column(entry, some), given, not reverse, wide[i])
+            continue
+        b = [turned((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
+        places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
+        if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
+            b = list(associative(_sum, b))
+        elif places:
+            # The last element has none after it.
+            columns = [_column(jacobian.get((i, j)), some) for j, i in places]
+            whole = (padded(x, 1, 0) if reverse else padded(x, 0, 1) for x in columns)
+            coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, places, strict=True)]
+            b = list(associative(_linear(places, group), [*coefficients, *b])[len(places) :])
+        found.update({i: turned(total) for i, total in zip(group, b, strict=True)})
+    return found
+
+
+def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
+    """The leaves, those that meet together."""
+    groups: list[set[int]] = [{i} for i in sorted(leaves)]
+    for i, j in jacobian:
+        if i in leaves and j in leaves:
+            first, second = (next(g for g in groups if n in g) for n in (i, j))
+            if first is not second:
+                first |= second
+                groups.remove(second)
+    return [sorted(g) for g in groups]
+
+
+def _closed(places: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The places of a matrix that powers of one with these places can fill."""
+    closed = set(places)
+    while more := {(i, last) for i, j in closed for k, last in closed if j == k} - closed:
+        closed |= more
+    return sorted(closed)
+
+
+def _linear(places: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
+    """``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves: the entries of A at ``places``, then b of ``group``."""
+    count = len(places) + len(group)
+
+    def combine(*flat: Tensor) -> list[Tensor]:
+        (a1, b1), (a2, b2) = (
+            (dict(zip(places, half, strict=False)), dict(zip(group, half[len(places) :], strict=True)))
+            for half in (flat[:count], flat[count:])
+        )
+        products = []
+        for i, last in places:
+            terms = [a2[i, j] * a1[j, last] for j in group if (i, j) in a2 and (j, last) in a1]
+            products.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(a1[i, last]))
+        return [*products, *(sum((a2[i, j] * b1[j] for j in group if (i, j) in a2), b2[i]) for i in group)]
+
+    return combine

@@ -1,0 +1,127 @@
+"""The gradient of a scan, element after element backwards in time: what leaves that mix are differentiated by.
+
+One reverse scan over k x k Jacobians (``scan.py``) reads and multiplies matrices; here each lane carries the k numbers
+lambda, and the vector-Jacobian product of the combine_fn is computed where it is used, from the leaves themselves:
+
+    lambda_t = g_t + carry,          (carry, dx_t) = (dc/dy, dc/dx)^T lambda_t  at (y_{t-1}, x_t),          dx_0 = lambda_0
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import trace_apart
+from ..core import lanes
+from ..core.sources import function_of, source_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The vector-Jacobian product of a combine_fn of k leaves, as an operand of an op: the source of a function.
+
+    It takes y of the leaves ``read``, all k leaves x, and lambda of the leaves ``reached``; it returns the next carry of
+    the leaves ``carried``, then dx of the leaves ``driven``. The others are zero.
+    """
+
+    source: str
+    read: tuple[int, ...]
+    reached: tuple[int, ...]
+    carried: tuple[int, ...]
+    driven: tuple[int, ...]
+
+
+def product(combine: Callable[..., Any], count: int, reached: Sequence[int]) -> Product | None:
+    """That of ``combine`` on fp32 leaves, None where its graph holds tensors of its own."""
+    found: list[tuple[int, ...]] = []
+
+    def gradients(*flat: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in flat[: 2 * count]]
+            after = torch.utils._pytree.tree_leaves(combine(*leaves))
+            weighted = zip(reached, flat[2 * count :], strict=True)
+            outputs, weights = zip(*((after[i], weight) for i, weight in weighted if after[i].requires_grad), strict=True)
+            parts = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+        halves = parts[:count], parts[count:]
+        found[:] = [tuple(i for i, part in enumerate(half) if part is not None) for half in halves]
+        return [part for part in parts if part is not None]
+
+    module = trace_apart(gradients, [torch.float32] * (2 * count + len(reached)))
+    if module.graph.find_nodes(op="get_attr"):
+        return None
+    befores = module.graph.find_nodes(op="placeholder")[:count]
+    read = tuple(i for i, node in enumerate(befores) if node.users)
+    for node in befores:
+        if not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return Product(source_of(module), read, tuple(reached), *found)
+
+
+@torch.library.custom_op("gradfuse::scan_backward", mutates_args=())
+def scan_backward(
+    ys: list[Tensor],
+    xs: list[Tensor],
+    grads: list[Tensor],
+    given: list[int],
+    source: str,
+    reached: list[int],
+    carried: list[int],
+    driven: list[int],
+    reverse: bool,
+) -> list[Tensor]:
+    """The gradients of the leaves ``xs`` [P, T, L] given ``grads`` of the leaves ``given`` of the scan of them.
+
+    ys: those leaves of the scan that the function reads; source, reached, carried, driven: see ``Product``; reverse: the
+    scan ran from the end. Computed in fp32, rounded to the dtypes of xs; in their memory order.
+    """
+    vjp = function_of(source, xs[0].device)
+    out = [torch.zeros_like(x) for x in xs]
+    carry: dict[int, Tensor] = {}
+    times = range(xs[0].shape[1])
+    order = list(times) if reverse else list(reversed(times))
+    for t, before in itertools.zip_longest(order, order[1:]):
+        now = {i: g[:, t].float() for i, g in zip(given, grads, strict=True)}
+        weights = {i: now.get(i, 0) + carry.get(i, torch.zeros_like(xs[i][:, t], dtype=torch.float32)) for i in reached}
+        if before is None:
+            for i, weight in weights.items():
+                out[i][:, t] = weight
+            break
+        results = vjp(*(y[:, before].float() for y in ys), *(x[:, t].float() for x in xs), *weights.values())
+        carry = dict(zip(carried, results, strict=False))
+        for i, result in zip(driven, results[len(carried) :], strict=True):
+            out[i][:, t] = result
+    return out
+
+
+@scan_backward.register_fake
+def _(ys: list[Tensor], xs: list[Tensor], *_rest: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in xs]
+
+
+def suits(xs: Sequence[Tensor]) -> bool:
+    """Whether the op's kernel is the way to differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves mix.
+
+    Along the innermost dim it is not: neighbours in memory would be one thread's, one after the other.
+    """
+    return lanes.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and lanes.many(xs)
+
+
+def gradients(
+    found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
+) -> list[Tensor]:
+    """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them (from the end if ``reverse``)."""
+    split = lanes.innermost(xs)
+    given = [i for i, g in enumerate(grads) if g is not None]
+    operands = ([ys[i] for i in found.read], xs, [grads[i] for i in given])
+    flat = ([lanes.planes(x, split) for x in tensors] for tensors in operands)
+    leaves = (list(which) for which in (found.reached, found.carried, found.driven))
+    results = scan_backward(*flat, given, found.source, *leaves, reverse)
+    return [result.transpose(0, 1).reshape(x.shape) for result, x in zip(results, xs, strict=True)]

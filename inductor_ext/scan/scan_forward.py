@@ -1,0 +1,84 @@
+"""An associative scan over many lanes, whatever its combine_fn, as the op of a kernel of our own.
+
+    y_0 = x_0,          y_t = c(y_{t-1}, x_t)          for k leaves, element by element
+
+Stock's kernel combines each element about once for every level of a tree over a tile, and its tiles are those of
+reductions; ours combines each twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import trace_apart
+from ..core import lanes
+from ..core.sources import function_of, source_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool)
+#: More do not fit into registers beside each other.
+MOST_LEAVES = 8
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which leaves of ``dtype`` are combined: fp32 for half precision."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> str | None:
+    """The source of ``combine`` on leaves of ``dtypes``, as computed; None where its graph holds tensors of its own."""
+    kinds = [computed_in(dtype) for dtype in dtypes]
+
+    def combined(*flat: Tensor) -> list[Tensor]:
+        results = torch.utils._pytree.tree_leaves(combine(*flat))
+        return [y.to(kind) for y, kind in zip(results, kinds, strict=True)]
+
+    module = trace_apart(combined, [*kinds, *kinds])
+    return None if module.graph.find_nodes(op="get_attr") else source_of(module)
+
+
+@torch.library.custom_op("gradfuse::scan_forward", mutates_args=())
+def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
+    """The scan of ``xs`` [P, T, L] along T, from the end if ``reverse``.
+
+    source: a function of 2k leaves of the dtypes of ``computed_in`` that returns k; see ``sources.py``. The results have the
+    dtypes of xs, rounded once, and are contiguous, of ``shape``: T at ``dim``, P and L in one dim or several before and
+    behind, as those of ``linear_scan``.
+    """
+    combine = function_of(source, xs[0].device)
+    wide = [x.to(computed_in(x.dtype)) for x in xs]
+    ys = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wide]
+    times = range(xs[0].shape[1])
+    total: list[Tensor] = []
+    for t in reversed(times) if reverse else times:
+        now = [x[:, t] for x in wide]
+        total = combine(*total, *now) if total else now
+        for y, part in zip(ys, total, strict=True):
+            y[:, t] = part
+    return [y.to(x.dtype).reshape(shape) for x, y in zip(xs, ys, strict=True)]
+
+
+@scan_forward.register_fake
+def _(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
+    return [x.new_empty(shape) for x in xs]
+
+
+def suits(xs: Sequence[Tensor]) -> bool:
+    """Whether the op's kernel is the way to scan ``xs`` [T, ...] along dim 0.
+
+    Along the innermost dim, and over few lanes, stock's is as fast.
+    """
+    if not lanes.runs_kernels(xs[0]) or len(xs) > MOST_LEAVES or any(x.dtype not in DTYPES for x in xs):
+        return False
+    return xs[0].shape[0] > 1 and lanes.many(xs)
+
+
+def scanned(source: str, xs: Sequence[Tensor], reverse: bool) -> list[Tensor]:
+    """``scan_forward`` of tensors [T, ...] of any rank."""
+    split = lanes.innermost(xs)
+    shape = lanes.unfolded(xs[0], split)
+    results = scan_forward([lanes.planes(x, split) for x in xs], source, shape, split - 1, reverse)
+    return [y.movedim(split - 1, 0) for y in results]
