@@ -39,7 +39,7 @@ setup(
     ],
     py_modules=["gradfuse"],
     package_dir={"inductor_ext.templates": "templates"},
-    package_data={"inductor_ext.templates": ["*.jinja"]},
+    package_data={"inductor_ext.templates": ["*/*.jinja"]},
     entry_points={
         "torch_dynamo_backends": ["gradfuse = inductor_ext.backend:gradfuse"],
         "console_scripts": ["gradfuse = inductor_ext.cli:main"],

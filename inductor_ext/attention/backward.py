@@ -49,7 +49,7 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_template = compat.make_template("gradfuse_flex_backward", _grid, load("flex_backward", "flex_tables"))
+_template = compat.make_template("gradfuse_flex_backward", _grid, load("attention/flex_backward", "attention/flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

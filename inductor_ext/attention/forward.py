@@ -31,7 +31,7 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_template = compat.make_template("gradfuse_flex_forward", _grid, load("flex_forward", "flex_tables"))
+_template = compat.make_template("gradfuse_flex_forward", _grid, load("attention/flex_forward", "attention/flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,8 +32,8 @@ def _grid(chunks: Any, width: Any, meta: dict[str, Any], *, cdiv: Callable[..., 
     return chunks, cdiv(width, meta["BLOCK_H"]), 1
 
 
-_sums = compat.make_template("gradfuse_segment_sum", _grid, load("segment_sum"))
-_totals = compat.make_template("gradfuse_segment_totals", _grid, load("segment_totals"))
+_sums = compat.make_template("gradfuse_segment_sum", _grid, load("gathers/segment_sum"))
+_totals = compat.make_template("gradfuse_segment_totals", _grid, load("gathers/segment_totals"))
 
 
 def _block(width: Any, widest: int) -> int:

@@ -39,8 +39,8 @@ def _backward_grid(planes: Any, length: Any, meta: dict[str, Any], *, cdiv: Call
     return planes, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
 
 
-_forward = compat.make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm_forward"))
-_backward = compat.make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm_backward"))
+_forward = compat.make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
+_backward = compat.make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
 
 
 def why_not(query: Any, value: Any) -> str | None:

@@ -1,6 +1,6 @@
 """The two parts of mLSTM that are quadratic in the length (mlstm/op.py has the formulas), eager: in blocks of rows.
 
-Compiled they are the kernels of ``templates/mlstm_forward.py.jinja`` and ``templates/mlstm_backward.py.jinja`` on a GPU, and
+Compiled they are the kernels of ``templates/mlstm/`` on a GPU, and
 loops over tiles of these same functions on a CPU (``mlstm/cpu.py``).
 """
 

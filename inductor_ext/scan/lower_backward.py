@@ -28,7 +28,7 @@ def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-_template = compat.make_template("gradfuse_scan_backward", grid, load("scan_backward", "lanes"))
+_template = compat.make_template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
 
 
 def lower(

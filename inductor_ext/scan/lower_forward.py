@@ -15,7 +15,7 @@ from ..core.templates import bits, load, run
 from .lower_linear import grid
 from .scan_forward import computed_in, scan_forward
 
-_template = compat.make_template("gradfuse_scan_forward", grid, load("scan_forward", "lanes"))
+_template = compat.make_template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
 
 
 def _tile(leaves: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., A
     return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
 
 
-_template = compat.make_template("gradfuse_linear_scan", grid, load("linear_scan", "lanes"))
+_template = compat.make_template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
 
 
 def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, Any]:
