@@ -19,8 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import inductor_ext
 from inductor_ext import backend, compat
 from inductor_ext.options import Options
-
-from .interpreter import triton_on_cpu
+from tests.support.interpreter import triton_on_cpu
 
 HOPS = (compat.flex_attention_hop, compat.flex_attention_backward_hop)
 

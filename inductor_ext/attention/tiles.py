@@ -1,7 +1,7 @@
 """Default tiles of the flex_attention templates: stock's, changed where our kernels would spill registers.
 
 Stock's tables were tuned for its own kernels. Under max-autotune all of its configs compete and nothing is changed here.
-What led to each rule is in benchmarks/NOTES.md; tests/lowerings/test_offline_build.py holds them to "no spills".
+What led to each rule is in benchmarks/NOTES.md; tests/test_offline_build.py holds them to "no spills".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
 
 pytestmark = pytest.mark.gpu
 

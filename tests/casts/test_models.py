@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.eager_graphs import eager_graphs
-from tests.flex.case import relative_error
-from tests.rewrites.test_casts import round_trips
+from tests.attention.case import relative_error
+from tests.support.eager_graphs import eager_graphs
 
 from .models import WIDTH, Block, MasterWeights, Upcasting, cast_after_construction
+from .test_rewrite import round_trips
 
 BF16 = torch.bfloat16
 
@@ -110,9 +110,9 @@ DISTRIBUTED = """
 import sys, torch, torch.distributed as dist
 import inductor_ext
 from torch import nn
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 from tests.casts.models import Block, WIDTH
-from tests.rewrites.test_casts import round_trips
+from tests.casts.test_rewrite import round_trips
 
 torch.manual_seed(0)
 rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex_module
 
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 
 DEVICES = ["graphs", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -19,7 +19,7 @@ THREADS = textwrap.dedent(
     import sys, threading
     import torch, inductor_ext
     from tests.composition import small
-    from tests.eager_graphs import eager_graphs
+    from tests.support.eager_graphs import eager_graphs
 
     device, what = sys.argv[1:]
     backends = ["gradfuse", "gradfuse", "inductor" if what == "beside stock" else "gradfuse"]
@@ -111,7 +111,7 @@ FORK = textwrap.dedent(
     import os
     import torch, inductor_ext
     from tests.composition import small
-    from tests.eager_graphs import eager_graphs
+    from tests.support.eager_graphs import eager_graphs
 
     torch.set_num_threads(1)
     with eager_graphs():

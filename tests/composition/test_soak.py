@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from inductor_ext.demo.model import LanguageModel
 from inductor_ext.demo.train import corpus
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 
 LENGTHS = (48, 64, 80, 96, 33, 57)
 #: Steps after which everything that is going to be compiled or allocated has been.

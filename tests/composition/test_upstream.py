@@ -18,7 +18,7 @@ FILE = """
     from torch._inductor.test_case import TestCase as InductorTestCase
     from torch.nn.attention.flex_attention import flex_attention
     from torch.testing._internal import common_utils
-    from tests.eager_graphs import eager_graphs
+    from tests.support.eager_graphs import eager_graphs
 
 
     def trained(compiled):

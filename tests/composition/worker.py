@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import flex_attention as flex_module
 
 import inductor_ext  # noqa: F401  (registers the backend)
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 
 from . import model as models
 from .conftest import left_to_stock

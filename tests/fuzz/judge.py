@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext import compat
 from inductor_ext.compat import compile_fx as stock_compile_fx
-from tests.eager_graphs import eager_graphs
-from tests.interpreter import triton_on_cpu
+from tests.support.eager_graphs import eager_graphs
+from tests.support.interpreter import triton_on_cpu
 
 from . import references
 from .program import Program, unload

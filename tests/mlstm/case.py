@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_ext.mlstm.op import mlstm_reference
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
 
 NAMES = ("y", "query", "key", "value", "input_gate", "forget_gate", "norm_weight", "norm_bias")
 #: How much worse than the formula an implementation may be, in the cases where the formula itself is not exact.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from inductor_ext.mlstm.op import mlstm, mlstm_reference
-from tests import snapshots
-from tests.emitted import body, triton_sources
-from tests.flex.case import relative_error
-from tests.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+from tests.attention.case import relative_error
+from tests.support import snapshots
+from tests.support.emitted import body, triton_sources
+from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 from .case import Case
 

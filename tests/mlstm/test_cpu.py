@@ -8,9 +8,9 @@ import torch
 
 import inductor_ext
 from inductor_ext.core import cpu_loops as dense_loops
-from tests import snapshots
-from tests.eager_graphs import eager_graphs
-from tests.rewrites.joint_graphs import text
+from tests.support import snapshots
+from tests.support.eager_graphs import eager_graphs
+from tests.support.joint_graphs import text
 
 from .case import Case
 from .test_compiled import CASES, compiled

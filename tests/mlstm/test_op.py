@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from inductor_ext.mlstm.cell import MLSTMCell
 from inductor_ext.mlstm.op import mlstm, mlstm_reference
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
 
 from .case import Case
 from .plain_forms import repeated

@@ -10,9 +10,9 @@ from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.compat import associative_scan_hop
 from inductor_ext.scan.linear_scan import linear_scan
-from tests.emitted import kernels_of
-from tests.flex.case import relative_error
-from tests.interpreter import INTERPRETED, triton_on_cpu
+from tests.attention.case import relative_error
+from tests.support.emitted import kernels_of
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
 from .test_scan import (
     COMBINES,

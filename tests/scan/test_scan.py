@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inductor_ext.scan.scan import scan
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
 
 # The package shows the op under the module's name.
 associative_module = importlib.import_module("inductor_ext.scan.associative")

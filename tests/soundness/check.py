@@ -5,8 +5,8 @@ import copy
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.eager_graphs import eager_graphs
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
+from tests.support.eager_graphs import eager_graphs
 
 
 def run(function, inputs, grads_of=None):

@@ -14,7 +14,7 @@ SCRIPT = """
     from torch.nn.attention.flex_attention import flex_attention
     import inductor_ext
     from inductor_ext import passes
-    from tests.eager_graphs import eager_graphs
+    from tests.support.eager_graphs import eager_graphs
 
     rewrite = passes.hoisting.rewrite
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 
 from .check import check_matches_eager
 

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from inductor_ext.core.report import collect
-from tests.eager_graphs import eager_graphs
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
+from tests.support.eager_graphs import eager_graphs
 
 LENGTH = 24
 

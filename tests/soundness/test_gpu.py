@@ -6,7 +6,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.core.report import collect
-from tests.flex.case import Case, relative_error
+from tests.attention.case import Case, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.eager_graphs import eager_graphs
-from tests.flex.case import relative_error
+from tests.attention.case import relative_error
+from tests.support.eager_graphs import eager_graphs
 
 from .check import check_matches_eager
 

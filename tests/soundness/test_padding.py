@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from inductor_ext import compat
-from tests.flex.case import relative_error
-from tests.interpreter import INTERPRETED, triton_on_cpu
+from tests.attention.case import relative_error
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from inductor_ext.core import report
-from tests.eager_graphs import eager_graphs
-from tests.flex.case import Case, relative_error
-from tests.interpreter import INTERPRETED, triton_on_cpu
+from tests.attention.case import Case, relative_error
+from tests.support.eager_graphs import eager_graphs
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -11,7 +11,7 @@ import inductor_ext
 from inductor_ext import passes
 from inductor_ext.core.report import collect
 from inductor_ext.verify import VerificationError
-from tests.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs
 
 
 class Model(torch.nn.Module):

@@ -1,0 +1,53 @@
+"""The attentions whose emitted kernels are snapshotted and built offline."""
+
+from unittest import mock
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from inductor_ext import compat
+from inductor_ext.attention import hoisting
+from tests.support.emitted import triton_sources
+
+LENGTH, DIM = 128, 64
+
+
+def unmasked(table, **options):
+    return lambda q, k, v: flex_attention(q, k, v, **options)
+
+
+def causal(table, **options):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, **options)
+
+
+def relative(table, **options):
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + LENGTH], **options)
+
+
+def scaled_and_gathered(table, **options):
+    document = torch.arange(LENGTH) // 50
+
+    def score_mod(s, b, h, i, j):
+        return s * table[h, 0] + table[h, document[i] - document[j]]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
+
+
+ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
+
+
+def sources(name, dtype=torch.bfloat16, arch=90, **options):
+    """Triton source of the forward and the backward kernel; before 9.0 the backward takes two
+    passes and nothing moves by TMA.
+
+    ``options`` are kernel_options.
+    """
+    table = torch.zeros(2, 2 * LENGTH, requires_grad=True)
+    inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
+    # The lengths stand for long ones, whose lookups by query and key are not made into tables.
+    in_the_kernel = mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0)
+    with mock.patch.object(compat, "architecture", lambda device: arch), in_the_kernel:
+        compiled = torch.compile(ATTENTIONS[name](table, kernel_options=options or None), backend="gradfuse", fullgraph=True)
+        forward, backward = triton_sources(compiled, *inputs, tma=arch >= 90)
+    return {"forward": forward, "backward": backward}

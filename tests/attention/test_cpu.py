@@ -1,0 +1,65 @@
+"""flex_attention on CPU tensors: every case against float64, by the rewritten graphs; some of them as Inductor's C++ too."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from inductor_ext.core import cpu_loops as dense_loops
+from tests.support.eager_graphs import eager_graphs
+
+from .cases import BIASES, FEATURES, REFUSED
+
+CASES = {case.name: case for case in FEATURES + BIASES + REFUSED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_match_float64(name):
+    with eager_graphs():
+        CASES[name].check("cpu")
+
+
+#: As C++: what its code generation has stumbled over, or may; the others are the same operations.
+COMPILED = ["one_query_one_key", "odd_length", "gqa", "bfloat16", "pair_batch"]
+
+
+@pytest.mark.parametrize("name", COMPILED + [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in COMPILED])
+def test_matches_float64(name):
+    CASES[name].check("cpu")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(dense_loops, "QUERY_BLOCK", 32)
+    monkeypatch.setattr(dense_loops, "KEY_SEGMENT", 32)
+
+
+@pytest.mark.parametrize("scope", [eager_graphs, contextlib.nullcontext], ids=["graphs", "compiled"])
+@pytest.mark.parametrize(
+    "name", ["pair_batch", *(pytest.param(n, marks=pytest.mark.slow) for n in ("causal_small_blocks", "empty_row"))]
+)
+def test_several_segments_of_keys_match_float64(name, scope, small_blocks):
+    with scope():
+        dataclasses.replace(CASES[name], block_size=16).check("cpu")
+
+
+def test_segments_that_read_out_of_range_match_float64(small_blocks):
+    with eager_graphs():
+        dataclasses.replace(CASES["window_reads_out_of_range"], block_size=16).check("cpu")
+
+
+def test_masked_blocks_are_not_computed(small_blocks):
+    """Keys and values of blocks that no query sees are NaN, which any arithmetic with them would spread."""
+    length, seen = 128, 64
+    mask = create_block_mask(lambda b, h, q, k: k < seen, None, None, length, length, device="cpu", BLOCK_SIZE=32)
+    query, key, value = (torch.randn(1, 2, length, 16) for _ in range(3))
+    key[:, :, seen:] = value[:, :, seen:] = torch.nan
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), backend="gradfuse", fullgraph=True)
+    with eager_graphs():
+        out = compiled(*inputs)
+        grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert all(g[:, :, :seen].abs().sum() > 0 and g[:, :, seen:].abs().sum() == 0 for g in grads[1:])

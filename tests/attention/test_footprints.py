@@ -1,0 +1,158 @@
+"""Footprints: spellings that users write, and random score_mods checked against what their nodes evaluate to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.fx import Interpreter, symbolic_trace
+
+from inductor_ext.attention.footprints import Positions, footprints
+from tests.support import random_score_mods
+
+#: (body of a score_mod, footprint of what it returns). t [5], u [2, 6], w [4, 3]; c is 0-d.
+SPELLINGS = [
+    ("c", "none"),
+    ("t[0]", "none"),
+    ("t[b]", "batch+none"),
+    ("t[h]", "head+none"),
+    ("u[b, h]", "batch+head+none"),
+    ("torch.exp(t[h])", "head+none"),
+    ("t[h] * 2 + c", "head+none"),
+    ("t[q - q]", "none"),
+    ("t[q]", "row"),
+    ("u[h, q]", "head+row"),
+    ("t[q // 2]", "row"),
+    ("t[q % 3]", "row"),
+    ("t[q * 2 - q]", "row"),
+    ("torch.where(q > 2, t[q], c)", "row"),
+    ("t[t[q].long()]", "row"),
+    ("q.float() / 3", "row"),
+    ("(q - k) + k", "row"),
+    ("(q + k) - k", "row"),
+    ("t[b] * q", "batch+row"),
+    ("t[k]", "column"),
+    ("u[h, k]", "head+column"),
+    ("u[h, k // 2]", "head+column"),
+    ("t[-1 - k]", "column"),
+    ("torch.where(k < 3, t[k], 0.0)", "column"),
+    ("(k - q) + q", "column"),
+    ("t[h] * k", "head+column"),
+    ("t[k].sigmoid() * u[b, k]", "batch+column"),
+    ("q - k", "diagonal"),
+    ("k - q", "diagonal"),
+    ("t[q - k]", "diagonal"),
+    ("t[k - q + 4]", "diagonal"),
+    ("u[h, q - k + 3]", "head+diagonal"),
+    ("t[q - (k - 4)]", "diagonal"),
+    ("t[-(k - q)]", "diagonal"),
+    ("t[q + (-1) * k]", "diagonal"),
+    ("t[2 * q - 2 * k]", "diagonal"),
+    ("t[(q + 1) * 3 - 3 * k + 1]", "diagonal"),
+    ("torch.sub(q, k)", "diagonal"),
+    ("torch.sub(q, k, alpha=1)", "diagonal"),
+    ("torch.add(q, k, alpha=-1)", "diagonal"),
+    ("torch.neg(k) + q", "diagonal"),
+    ("(q - k).abs()", "diagonal"),
+    ("abs(q - k)", "diagonal"),
+    ("torch.abs(k - q) * t[h]", "head+diagonal"),
+    ("t[(q - k).clamp(0, 5)]", "diagonal"),
+    ("t[torch.clamp(q - k, min=0, max=5)]", "diagonal"),
+    ("t[torch.clamp(k - q, -3, 3) + 3]", "diagonal"),
+    ("(q - k) // 2", "diagonal"),
+    ("(k.float() * 16777213 - q.float() * 16777213).long()", "pair"),
+    ("(k * 2**30).long() - (q * 2**30).long()", "pair"),
+    ("(k.long() * 2**30) - (q.long() * 2**30)", "diagonal"),
+    ("(k.half() - q.half()).long()", "pair"),
+    ("(q - k) % 4", "diagonal"),
+    ("(q - k) * (q - k)", "diagonal"),
+    ("(q - k) ** 2", "diagonal"),
+    ("torch.exp(-t[h] * (q - k).abs())", "head+diagonal"),
+    ("torch.log((q - k).abs().clamp(min=1).float())", "diagonal"),
+    ("torch.where(q > k, t[0], t[1])", "pair"),
+    ("torch.where(q - k > 0, t[0], t[1])", "diagonal"),
+    ("torch.where(k - q > 0, 8, 0) + (k - q).abs().clamp(max=7)", "diagonal"),
+    ("u[h, torch.where((k - q) > 0, 3, 0) + torch.minimum((k - q).abs(), torch.full_like(k, 2))]", "head+diagonal"),
+    ("q.float() - k.float()", "diagonal"),
+    ("q.to(torch.float32) - k.to(torch.float32)", "diagonal"),
+    ("q.half() - k.half()", "pair"),
+    ("(q - k).half()", "diagonal"),
+    ("q / 3 - k / 3", "pair"),
+    ("t[q + k]", "antidiagonal"),
+    ("t[4 - q - k]", "antidiagonal"),
+    ("(q + k) % 5", "antidiagonal"),
+    ("(q + k) + (q - k)", "row"),
+    ("(q + k) * (q - k)", "pair"),
+    ("u[q, k]", "pair"),
+    ("t[q] + t[k]", "pair"),
+    ("t[q] * t[q - k]", "pair"),
+    ("t[q // 2 - k // 2 + 3]", "pair"),
+    ("u[h, t[q].long() - t[k].long()]", "head+pair"),
+    ("q + 2 * k", "pair"),
+    ("s", "score+none"),
+    ("s * t[h]", "head+score+none"),
+    ("s + t[q - k]", "score+diagonal"),
+    ("torch.tanh(s / 20) * 20", "score+none"),
+    ("t[(s > 0).long()]", "score+none"),
+    ("t.sum()", "none"),
+    ("u[h].sum()", "head+none"),
+    ("s + torch.rand_like(s)", "unknown"),
+    ("torch.max(q, k)", "pair"),
+]
+NAMES = "s, b, h, q, k, c, t, u, w"
+
+
+class Evaluate(Interpreter):
+    """Runs a graph on index grids and keeps every node's value; ``meta`` gets one, as Dynamo's nodes carry a fake tensor."""
+
+    def run_node(self, node):
+        value = super().run_node(node)
+        node.meta["grid"] = value
+        if isinstance(value, torch.Tensor):
+            node.meta["example_value"] = value
+        return value
+
+
+def analysed(body):
+    module = symbolic_trace(eval(f"lambda {NAMES}: {body}", {"torch": torch}))
+    score = torch.randn(random_score_mods.EXTENTS, dtype=torch.float64)
+    tables = [t.detach() for t in random_score_mods.tables()]
+    return module, score, tables
+
+
+@pytest.mark.parametrize(("body", "expected"), SPELLINGS, ids=[body for body, _ in SPELLINGS])
+def test_spelling(body, expected):
+    module, _, tables = analysed(body)
+    Evaluate(module).run(torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in "bhqk"), *tables)
+    (out,) = module.graph.find_nodes(op="output")[0].args
+    assert str(footprints(module.graph, random_score_mods.EXTENTS)[out]) == expected
+
+
+def varies(values, positions):
+    """Whether ``values`` [B, H, Q, K] are more than a function of these positions (for each batch and head)."""
+    queries, keys = (torch.arange(n) for n in values.shape[2:])
+    index = {
+        Positions.NONE: torch.zeros(values.shape[2:], dtype=torch.long),
+        Positions.ROW: queries[:, None].expand(values.shape[2:]),
+        Positions.COLUMN: keys[None, :].expand(values.shape[2:]),
+        Positions.DIAGONAL: keys[None, :] - queries[:, None] + values.shape[2],
+        Positions.ANTIDIAGONAL: keys[None, :] + queries[:, None],
+        Positions.PAIR: torch.arange(values[0, 0].numel()).reshape(values.shape[2:]),
+    }[positions].reshape(-1)
+    flat = values.reshape(*values.shape[:2], -1)
+    representative = torch.zeros(*flat.shape[:2], int(index.max()) + 1, dtype=flat.dtype)
+    representative[..., index] = flat
+    return not torch.equal(representative[..., index], flat)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(random_score_mods.score_mods)
+def test_no_node_depends_on_more_than_its_footprint_says(body):
+    module, score, tables = analysed(body)
+    Evaluate(module).run(score, *random_score_mods.grid(), *tables)
+    for node, footprint in footprints(module.graph, random_score_mods.EXTENTS).items():
+        value = node.meta.get("grid")
+        if footprint.score or footprint.unknown or not isinstance(value, torch.Tensor) or node.name in ("t", "u", "w"):
+            continue
+        values = value.expand(random_score_mods.EXTENTS).double()
+        assert footprint.batch or torch.equal(values, values[:1].expand_as(values)), (node, footprint)
+        assert footprint.head or torch.equal(values, values[:, :1].expand_as(values)), (node, footprint)
+        assert not varies(values, footprint.positions), (node, footprint)

@@ -1,0 +1,208 @@
+"""What the hoisting rewrite makes of a score_mod: the graph that is left, the tables' expressions, what is dropped."""
+
+import copy
+import re
+import unittest.mock
+
+import pytest
+import torch
+from expecttest import TestCase
+from hypothesis import given, settings
+from torch.fx import Interpreter
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from inductor_ext import compat, passes
+from inductor_ext.options import Options
+from tests.support import random_score_mods
+from tests.support.dynamo_graphs import Stop, after
+from tests.support.eager_graphs import eager_graphs
+
+LENGTH = 8
+
+
+def hoisted(score_mod, *, mask=None, aux=False):
+    """The score_mod after hoisting, as text, the notes, and the outer graph's computation of the tables."""
+    query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    block_mask = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
+
+    def attention(query):
+        options = {"return_aux": AuxRequest(lse=True)} if aux else {}
+        return flex_attention(query, query, query, score_mod=score_mod, block_mask=block_mask, **options)
+
+    seen = after(passes.hoisting, attention, query)
+    return seen | {"notes": "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])}
+
+
+def table(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+class TestHoisting(TestCase):
+    def test_a_bucketed_distance_becomes_a_diagonal(self):
+        t = table(32, 2)
+        bucket = lambda d: torch.where(d > 0, 16, 0) + d.abs().clamp(max=15)  # noqa: E731
+        self.assertExpectedInline(
+            hoisted(lambda s, b, h, q, k: s + t[bucket(k - q), h])["graph"],
+            """\
+graph():
+    %child [num_users=1] = placeholder
+    %child_1 [num_users=0] = placeholder
+    %child_2 [num_users=1] = placeholder
+    %child_3 [num_users=1] = placeholder
+    %child_4 [num_users=1] = placeholder
+    %table_0 : [num_users=1] = placeholder
+    %sub_1 : [num_users=1] = call_function[target=operator.sub](args = (%child_4, %child_3))
+    %getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%table_0, (%child_2, %sub_1)))
+    %add_1 : [num_users=1] = call_function[target=operator.add](args = (%child, %getitem_1))
+    return add_1""",
+        )
+
+    def test_a_small_lookup_of_pairs_becomes_a_table_and_a_large_one_stays(self):
+        t = table(2, 9, 9)
+        window = lambda s, b, h, q, k: s + t[h, q // 3 - k // 3 + 4, q % 3 - k % 3 + 4]  # noqa: E731
+        self.assertIn("[H, Q, K] of 512 bytes", hoisted(window)["notes"])
+        with unittest.mock.patch("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 127):
+            self.assertEqual(hoisted(window)["notes"], "")
+
+    def test_a_plain_pair_is_read_where_it_is(self):
+        t, u = table(2, LENGTH, LENGTH), table(1, 2, LENGTH, LENGTH)
+        self.assertEqual(hoisted(lambda s, b, h, q, k: s + t[h, q, k] + u[b, h, q, k])["notes"], "")
+
+    def test_terms_of_one_footprint_share_a_table(self):
+        t, u = table(2, LENGTH), table(LENGTH)
+        self.assertExpectedInline(
+            hoisted(lambda s, b, h, q, k: s * u[q].exp() + t[h, k] + u[k])["graph"],
+            """\
+graph():
+    %child [num_users=1] = placeholder
+    %child_1 [num_users=0] = placeholder
+    %child_2 [num_users=1] = placeholder
+    %child_3 [num_users=1] = placeholder
+    %child_4 [num_users=1] = placeholder
+    %table_0 : [num_users=1] = placeholder
+    %table_1 : [num_users=1] = placeholder
+    %getitem_4 : [num_users=1] = call_function[target=operator.getitem](args = (%table_1, (%child_3,)))
+    %mul : [num_users=1] = call_function[target=operator.mul](args = (%child, %getitem_4))
+    %getitem_3 : [num_users=1] = call_function[target=operator.getitem](args = (%table_0, (%child_2, %child_4)))
+    %add_2 : [num_users=1] = call_function[target=operator.add](args = (%mul, %getitem_3))
+    return add_2""",
+        )
+
+    def test_a_slope_times_a_distance_stays_in_the_kernel(self):
+        t = table(2)
+        self.assertExpectedInline(
+            hoisted(lambda s, b, h, q, k: s - t[h].exp() * (q - k).abs())["graph"],
+            """\
+graph():
+    %child [num_users=1] = placeholder
+    %child_1 [num_users=0] = placeholder
+    %child_2 [num_users=1] = placeholder
+    %child_3 [num_users=1] = placeholder
+    %child_4 [num_users=1] = placeholder
+    %table_0 : [num_users=1] = placeholder
+    %getitem_1 : [num_users=1] = call_function[target=operator.getitem](args = (%table_0, (%child_2,)))
+    %sub : [num_users=1] = call_function[target=operator.sub](args = (%child_3, %child_4))
+    %abs_1 : [num_users=1] = call_method[target=abs](args = (%sub,))
+    %mul : [num_users=1] = call_function[target=operator.mul](args = (%getitem_1, %abs_1))
+    %sub_1 : [num_users=1] = call_function[target=operator.sub](args = (%child, %mul))
+    return sub_1""",
+        )
+
+
+def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
+    t = table(2, LENGTH)
+    seen = hoisted(lambda s, b, h, q, k: s + t[h, q])
+    assert "dropped" in seen["notes"] and len(seen["node"].args[7]) == 0
+    assert "gradfuse.depend.default" in seen["outer"]
+    query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    attention = lambda q: flex_attention(q, q, q, score_mod=lambda s, b, h, q, k: s + t[h, q])  # noqa: E731
+    with eager_graphs():
+        out = torch.compile(attention, backend="gradfuse", fullgraph=True)(query)
+        (grad,) = torch.autograd.grad(out.sum(), t)
+    assert torch.equal(grad, torch.zeros_like(t))
+
+
+def test_a_term_that_may_hide_a_row_stays():
+    frozen, learned = torch.zeros(LENGTH), table(LENGTH)
+    assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
+    assert "dropped" not in hoisted(lambda s, b, h, q, k: s + (frozen[q] + learned[q]))["notes"]
+    hidden = hoisted(lambda s, b, h, q, k: s + torch.where(q < 4, learned[q], -float("inf")))["notes"]
+    assert "dropped" not in hidden and "row" in hidden
+
+
+def test_a_term_without_a_key_stays_where_the_logsumexp_is_asked_for():
+    t = table(2, LENGTH)
+    assert "dropped" not in hoisted(lambda s, b, h, q, k: s + t[h, q], aux=True)["notes"]
+
+
+def test_the_report_names_footprint_shape_and_bytes():
+    t = table(32, 2)
+    notes = hoisted(lambda s, b, h, q, k: s + t[(q - k).abs(), h])["notes"]
+    assert re.fullmatch(r"table: \S+\[abs\(q - k\), h\]: head\+diagonal, \[H, Q \+ K - 1\] of 120 bytes", notes), notes
+
+
+def test_equal_tables_are_shared():
+    t = table(2, 2 * LENGTH)
+    seen = hoisted(lambda s, b, h, q, k: torch.tanh(s * t[h, q - k + LENGTH]) + s * t[h, q - k + LENGTH])
+    assert len(seen["node"].args[7]) == 1
+
+
+def test_lookups_are_clamped_only_under_a_mask():
+    t = table(2, LENGTH)
+    score_mod = lambda s, b, h, q, k: s + t[h, (q - k).abs()]  # noqa: E731
+    masked = hoisted(score_mod, mask=lambda b, h, q, k: q >= k)["outer"]
+    assert masked.count("clamp") > hoisted(score_mod)["outer"].count("clamp")
+
+
+def test_pairs_and_plain_reads_are_left_alone():
+    t, u = table(2, LENGTH, LENGTH), table(2, LENGTH)
+    assert hoisted(lambda s, b, h, q, k: s * u[h, q] + t[h, q, k] + u[h, k])["notes"] == ""
+
+
+class UpToAttention(Interpreter):
+    """Runs a Dynamo graph and evaluates the score_mod of its flex_attention on index grids."""
+
+    def call_function(self, target, args, kwargs):
+        if target is not compat.flex_attention_hop:
+            return super().call_function(target, args, kwargs)
+        generator = torch.Generator().manual_seed(2)
+        score = torch.randn(random_score_mods.EXTENTS, generator=generator)
+        position = [i.long() for i in random_score_mods.grid()]
+        modified = args[3](score, *position, *args[7])
+        self.scores = (modified[0] if isinstance(modified, (tuple, list)) else modified).expand(score.shape)
+        raise Stop
+
+
+def scores_of(gm, inputs):
+    """The modified scores less each row's mean, which is all that softmax sees."""
+    run = UpToAttention(gm)
+    with pytest.raises(Stop):
+        run.run(*inputs)
+    return run.scores.double() - run.scores.double().mean(-1, keepdim=True)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(random_score_mods.score_mods)
+def test_hoisting_changes_no_score(body):
+    torch._dynamo.reset()
+    score_mod, tables = random_score_mods.function(body), random_score_mods.tables(torch.float32)
+    batch, heads, queries, keys = random_score_mods.EXTENTS
+    query, key = torch.randn(batch, heads, queries, 16), torch.randn(batch, heads, keys, 16)
+    compared = []
+
+    def compare(gm, inputs):
+        with torch.no_grad():
+            before = copy.deepcopy(gm)
+            with torch.enable_grad():
+                passes.score_mods.rewrite(gm, Options())
+                passes.hoisting.rewrite(gm, Options())
+            compared.append((scores_of(before, inputs), scores_of(gm, inputs)))
+        raise Stop
+
+    def attention(query, key, *tables):
+        return flex_attention(query, key, key, score_mod=lambda s, b, h, q, k: score_mod(s, b, h, q, k, *tables))
+
+    with pytest.raises(Exception, match="Stop"):
+        torch.compile(attention, backend=compare, fullgraph=True)(query, key, *tables)
+    ((before, after),) = compared
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)

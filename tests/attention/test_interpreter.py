@@ -1,0 +1,94 @@
+"""The emitted Triton kernels, run by Triton's interpreter on CPU tensors: every case against float64."""
+
+import pytest
+import torch
+
+from tests.support.interpreter import triton_on_cpu
+
+from .cases import BIASES, FEATURES, REFUSED
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
+    pytest.mark.kernels,
+]
+
+
+#: What these add to the others is decided before the kernels, and tested by test_cpu.py.
+SLOW = {"gqa_one_kv_head", "longer_queries", "head_dim_128", "negative_index", "alibi", "softcap", "nested_four_deep"}
+SLOW |= {"never_used", "whole_table_transformed", "constant_and_variable_index", "output_without_score", "expanded_view"}
+
+
+def cases(names=None, slow=()):
+    """The cases of these names (all without), those in ``slow`` marked so."""
+    chosen = [c for c in FEATURES + BIASES + REFUSED if names is None or c.name in names]
+    return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
+
+
+@pytest.mark.parametrize("case", cases(slow=SLOW))
+def test_matches_float64(case):
+    with triton_on_cpu():
+        case.check("cpu")
+
+
+#: Cases whose captured gradients take every way to memory, and shapes that end within a tile.
+ONE_PASS = {"odd_length", "longer_keys", "head_dim_40", "gqa", "kv_batch_1", "causal_small_blocks", "head_scale", "key_bias"}
+ONE_PASS |= {"query_scale", "pair", "pair_batch", "twice", "diagonals_merged"}
+
+
+@pytest.mark.parametrize(
+    "case", cases(ONE_PASS, slow={"longer_keys", "head_dim_40", "kv_batch_1", "query_scale", "pair_batch", "twice"})
+)
+def test_one_pass_matches_float64(case):
+    """The form of the backward kernel that half precision takes on a GPU, with atomic adds in place of TMA's."""
+    with triton_on_cpu():
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": True})
+
+
+#: Cases in which tiles are read, stored or added by TMA, with masks and lengths that end within a tile.
+BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals_merged", "buckets", "pair", "pair_batch"}
+
+
+@pytest.mark.parametrize("one_pass", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", cases(BY_TMA, slow={"antidiagonal", "pair_batch", "buckets"}))
+def test_by_tma_matches_float64(case, one_pass):
+    with triton_on_cpu(tma=True):
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
+
+
+#: Every shape of workspace, with masks and lengths that end within a tile.
+IN_ORDER = {"causal", "odd_length", "gqa", "head_scale", "key_bias", "query_scale", "pair", "pair_batch", "antidiagonal"}
+IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "window_reads_out_of_range"}
+IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        IN_ORDER,
+        slow={
+            "causal",
+            "gqa",
+            "query_scale",
+            "pair_batch",
+            "antidiagonal",
+            "swin",
+            "thrice",
+            "odd_strides_above_1024",
+            "window_reads_out_of_range",
+        },
+    ),
+)
+def test_deterministic_matches_float64(case):
+    with triton_on_cpu():
+        case.check("cpu", options={"deterministic": True})
+
+
+#: Lookups by query and key together, which are hoisted when they are small; left in the kernel they are gathers and scatters.
+IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["atomics", "deterministic"])
+@pytest.mark.parametrize("case", cases(IN_THE_KERNEL, slow={"swin"}))
+def test_lookups_in_the_kernel_match_float64(case, options):
+    with triton_on_cpu():
+        case.check("cpu", options={"disable": ["hoisting"], **options})

@@ -1,0 +1,49 @@
+"""Which captured tensors the kernels read a tile at a time, and how."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from tests.support.emitted import triton_sources
+
+S = 32
+
+
+def forward_source(table, score_mod, tma=True):
+    inputs = [torch.zeros(1, 2, S, 16, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod(table)), backend="gradfuse")
+    return triton_sources(compiled, *inputs, tma=tma)[0]
+
+
+def pair(t):
+    return lambda s, b, h, q, k: s + t[h, q, k]
+
+
+def storage(elements):
+    return torch.zeros(elements, requires_grad=True)
+
+
+BY_ELEMENT = {
+    "odd_rows": (lambda: storage(2 * S * (S + 1)).view(2, S, S + 1), pair),
+    "transposed": (lambda: storage(2 * S * S).view(2, S, S).mT, pair),
+    "negated": (lambda: storage(2 * S * S).view(2, S, S), lambda t: lambda s, b, h, q, k: s + t[h, q, -k]),
+    "swapped": (lambda: storage(2 * S * S).view(2, S, S), lambda t: lambda s, b, h, q, k: s + t[h, k, q]),
+}
+
+
+def test_an_aligned_pair_is_moved_by_tma():
+    table = storage(2 * S * S).view(2, S, S)
+    assert "blocks_of_table_0.load" in forward_source(table, pair)
+    assert "blocks_of_table_0" not in forward_source(table, pair, tma=False)
+
+
+@pytest.mark.parametrize("name", BY_ELEMENT)
+def test_other_pairs_are_read_by_element(name, monkeypatch):
+    monkeypatch.setattr("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 0)
+    make, score_mod = BY_ELEMENT[name]
+    assert "blocks_of_table_0" not in forward_source(make(), score_mod)
+
+
+def test_a_diagonal_is_spread_over_the_tile():
+    source = forward_source(storage(4 * S).view(2, 2 * S), lambda t: lambda s, b, h, q, k: s + t[h, q - k + S], tma=False)
+    assert "tl.gather(line" in source

@@ -1,0 +1,107 @@
+"""Gathers by ``permutation // k`` turned into stores: the same values, and only where every row is read several times."""
+
+import pytest
+import torch
+
+import inductor_ext
+from inductor_ext import compat
+from inductor_ext.gathers import gathers
+from tests.attention.case import relative_error
+
+TOKENS, TOPK, WIDTH = 40, 4, 24
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    """As if nothing fitted into the cache."""
+    monkeypatch.setattr(gathers, "cache_bytes", lambda device: 0)
+
+
+def routing():
+    return torch.randint(0, 6, (TOKENS * TOPK,), generator=torch.Generator().manual_seed(0))
+
+
+def permute(x, y, weight, chosen):
+    """Stored: x[order] itself, which feeds a matmul."""
+    return x[chosen.argsort(stable=True) // TOPK] @ y[:WIDTH]
+
+
+def combine(x, y, weight, chosen):
+    """Stored, backward: the gradients of y and of the weights."""
+    order = chosen.argsort(stable=True) // TOPK
+    return torch.zeros_like(x).index_add(0, order, y * weight[:, None])
+
+
+def weighted_in_float32(x, y, weight, chosen):
+    order = chosen.argsort(stable=True) // TOPK
+    rows = (y.float() * weight.float()[:, None]).to(x.dtype)
+    return torch.zeros_like(x).scatter_add(0, order.reshape(-1, 1).expand(-1, WIDTH), rows)
+
+
+def gated_rows(x, y, weight, chosen):
+    """The backward uses what is computed on the way, element by element: left alone."""
+    rows = torch.gather(x, 0, (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH))
+    return torch.where(y > 0, rows.sigmoid() * weight[:, None] * 2, y) @ y[:WIDTH]
+
+
+def masked_rows(x, y, weight, chosen):
+    """An element-wise chain on the gather, with a mask, a scalar and rows of its own."""
+    rows = x[chosen.argsort(stable=True) // TOPK]
+    return torch.where(y.detach() > 0, (rows * 2).neg(), y.detach().exp()) @ y[:WIDTH]
+
+
+def summed_over_rows(x, y, weight, chosen):
+    """Would be fused into the sum over all rows: left alone."""
+    return x[chosen.argsort(stable=True) // TOPK].square().sum(0)
+
+
+def by_permutation(x, y, weight, chosen):
+    """Every row once: nothing to gain."""
+    return y[chosen.argsort(stable=True)] @ y[:WIDTH]
+
+
+TURNED = {
+    permute: 1,
+    combine: 1,
+    weighted_in_float32: 1,
+    gated_rows: 0,
+    masked_rows: 1,
+    summed_over_rows: 0,
+    by_permutation: 0,
+}
+
+
+def operands(dtype):
+    shapes = (TOKENS, WIDTH), (TOKENS * TOPK, WIDTH), (TOKENS * TOPK,)
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+def step(function, inputs, chosen, seed):
+    out = function(*inputs, chosen)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype), allow_unused=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", TURNED, ids=lambda f: f.__name__)
+def test_same_values(function, dtype):
+    inputs, chosen = operands(dtype), routing()
+    compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
+    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+        got = step(compiled, inputs, chosen, 1)
+    want = step(function, [x.detach().double().requires_grad_() for x in inputs], chosen, 1)
+    eager = step(function, inputs, chosen, 1)
+    assert len([d for d in report.decisions if d.pass_name == "gathers"]) == TURNED[function], report
+    for g, e, w in zip(got, eager, want, strict=True):
+        if w is None:
+            assert g is None
+        else:
+            assert relative_error(g, w) <= 1.2 * relative_error(e, w) + 1e-6
+
+
+def test_one_that_fits_into_the_cache_is_left_alone(monkeypatch):
+    monkeypatch.setattr(gathers, "cache_bytes", lambda device: TOKENS * WIDTH * 4)
+    inputs, chosen = operands(torch.float32), routing()
+    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+        step(torch.compile(permute, backend="gradfuse"), inputs, chosen, 1)
+    assert not [d for d in report.decisions if d.pass_name == "gathers"]

@@ -1,0 +1,125 @@
+"""The rewrite of associative_scan on Dynamo's graph."""
+
+import importlib
+import operator
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import inductor_ext
+from inductor_ext.compat import associative_scan_hop
+from inductor_ext.options import Options
+from inductor_ext.scan import rewrite as scans
+from inductor_ext.scan.scan import scan
+from tests.support import snapshots
+from tests.support.joint_graphs import rewritten, text
+
+from .test_compiled import pointwise_scan
+from .test_scan import COMBINES, gated, gradients, leaves, loop, total, upper_triangular
+
+# The package shows functions under the modules' names.
+associative_module = importlib.import_module("inductor_ext.scan.associative")
+
+
+def dynamo_graph(additional=(), flips=False):
+    """What Dynamo hands over for a gated recurrence in pointwise mode: the op, and its combine_fn as a submodule.
+
+    flips: around it, but for the last result.
+    """
+    root = torch.nn.Module()
+    root.combine = torch.fx.symbolic_trace(gated)
+    graph = torch.fx.Graph()
+    xs = [graph.placeholder("a"), graph.placeholder("x")]
+    extra = [graph.placeholder(name) for name in additional]
+    for node in extra:
+        node.meta["example_value"] = torch.ones(())
+    flip = lambda x: graph.call_function(torch.flip, (x, [0]))  # noqa: E731
+    operands = [flip(x) for x in xs] if flips else xs
+    ys = graph.call_function(associative_scan_hop, (graph.get_attr("combine"), operands, tuple(extra)))
+    if flips:
+        products, state = (graph.call_function(operator.getitem, (ys, i)) for i in range(2))
+        ys = (flip(products), state)
+    graph.output(ys)
+    return torch.fx.GraphModule(root, graph)
+
+
+def test_the_op_gets_a_gradient_of_its_own():
+    gm, xs = dynamo_graph(), leaves("ff", 9)
+    with inductor_ext.core.report.collect() as report:
+        scans.rewrite(gm, Options())
+    assert gm.graph.find_nodes(op="call_function", target=scan)
+    assert [d.path for d in report.decisions] == ["scan"]
+    ys, want = gm(*xs), loop(gated, xs)
+    for got, exact in zip(gradients(ys, xs, (0, 1)), gradients(want, xs, (0, 1)), strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_flips_become_a_scan_from_the_end():
+    """Those of the operands and of the results; a result that is used as it was is flipped."""
+    gm, xs = dynamo_graph(flips=True), leaves("ff", 9)
+    want = gm(*(x.detach() for x in xs))
+    scans.rewrite(gm, Options())
+    (node,) = gm.graph.find_nodes(op="call_function", target=scan)
+    assert node.kwargs == {"reverse": True} and [x.name for x in node.args[1]] == ["a", "x"]
+    (flip,) = gm.graph.find_nodes(op="call_function", target=torch.flip)
+    assert flip.args[0].args[1] == 1
+    for got, exact in zip(gm(*xs), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+def test_flips_of_what_changes_meanwhile_are_left():
+    gm = dynamo_graph(flips=True)
+    (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+    with gm.graph.inserting_before(node):
+        gm.graph.call_method("add_", (node.args[1][0].args[0], 1))
+    scans.rewrite(gm, Options())
+    assert not node.kwargs and all(x.target is torch.flip for x in node.args[1])
+
+
+def test_flips_of_results_that_change_are_left():
+    """Stock differentiates this: what is written to is the copy."""
+    gm = dynamo_graph(flips=True)
+    (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        view = gm.graph.call_method("movedim", (output.args[0][0], 0, 1))
+        gm.graph.call_method("add_", (view, 1))
+    scans.rewrite(gm, Options())
+    assert not node.kwargs
+
+
+def test_captured_tensors_go_along():
+    gm = dynamo_graph(additional=["scale"])
+    scans.rewrite(gm, Options())
+    (node,) = gm.graph.find_nodes(op="call_function", target=scan)
+    assert [x.name for x in node.args[2]] == ["scale"]
+
+
+def test_can_be_disabled():
+    gm = dynamo_graph()
+    scans.rewrite(gm, Options(disable=frozenset(["scans"])))
+    assert gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+
+
+GRAPHS = {
+    "gated": (gated, 1),
+    "sum": (total, 0),
+    "matrix": (upper_triangular, 1),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs(name):
+    """The joint graph: of a gated recurrence one coefficient is scanned backwards, of a sum none."""
+    combine, used = GRAPHS[name]
+    xs = [torch.randn(5, 2, 3, requires_grad=True) for _ in COMBINES[combine]]
+    snapshots.check(__file__, f"scans_{name}", rewritten(lambda *xs: pointwise_scan(combine, xs, 1, False)[used], *xs))
+
+
+def test_graph_in_two_levels(monkeypatch):
+    monkeypatch.setattr(associative_module, "CHUNK", 4)
+    monkeypatch.setattr(associative_module, "FEWEST_CHUNKS", 1)
+    monkeypatch.setattr(associative_module, "uses_triton_on_cpu", lambda: True)
+    traced = make_fx(lambda *xs: associative_module.associative(gated, xs)[1], tracing_mode="fake")
+    snapshots.check(__file__, "scans_two_levels", text(traced(torch.randn(10, 2), torch.randn(10, 2)).graph))

@@ -1,0 +1,146 @@
+"""The lowering of scan_backward: the emitted kernel, and the op's eager loop, against autograd of a loop in float64."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from inductor_ext.scan import lower_backward as lowering
+from tests.attention.case import relative_error
+from tests.support import snapshots
+from tests.support.emitted import body, kernels_of
+from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+
+from .test_scan import affine_pairs, backwards, complex_product, log_space, loop, matrix_product
+
+# The package shows other ops under the modules' names.
+scan_backward = importlib.import_module("inductor_ext.scan.scan_backward")
+
+LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
+
+
+class Problem:
+    """A scan [T, ...], with time at ``dim`` in memory, and gradients of the leaves ``used`` of it."""
+
+    def __init__(self, combine, shape, used, dtype=torch.float32, dim=0, reverse=False, device="cpu"):
+        generator = torch.Generator().manual_seed(0)
+
+        def rounded(x):
+            return x.to("cuda" if device == "cuda" else "cpu", dtype).movedim(0, dim).contiguous().movedim(dim, 0)
+
+        count = LEAVES[combine]
+        self.combine, self.used, self.count, self.reverse, self.device = combine, used, count, reverse, device
+        self.xs = [rounded(0.3 + 0.4 * torch.rand(shape, generator=generator)) for _ in range(count)]
+        self.exact = [x.double().requires_grad_() for x in self.xs]
+        self.exact_ys = (backwards if reverse else loop)(combine, self.exact)
+        self.ys = [rounded(y.detach()) for y in self.exact_ys]
+        self.grads = [rounded(torch.randn(shape, generator=generator)) for _ in used]
+
+    def gradients(self):
+        product = scan_backward.product(self.combine, self.count, range(self.count))
+
+        def gradients(xs, ys, grads):
+            given = dict(zip(self.used, grads, strict=True))
+            return scan_backward.gradients(product, ys, xs, [given.get(i) for i in range(self.count)], self.reverse)
+
+        return gradients
+
+    def run(self):
+        return torch.compile(self.gradients(), backend="gradfuse", fullgraph=True)
+
+    def errors(self, run):
+        with triton_on_cpu() if self.device == "interpreter" else contextlib.nullcontext():
+            got = run(self.xs, self.ys, self.grads)
+        outputs = [self.exact_ys[i] for i in self.used]
+        want = torch.autograd.grad(
+            outputs, self.exact, [g.double() for g in self.grads], retain_graph=True, allow_unused=True
+        )
+        assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got, self.xs, strict=True))
+        assert all(w is not None or not g.any() for g, w in zip(got, want, strict=True))
+        return [relative_error(g, w) for g, w in zip(got, want, strict=True) if w is not None]
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize(
+    "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_against_autograd(combine, used, reverse, device):
+    problem = Problem(combine, (37, 2, 70), used, reverse=reverse, device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_opcheck(reverse):
+    problem = Problem(affine_pairs, (5, 3, 4), (1, 2), reverse=reverse)
+    found = scan_backward.product(affine_pairs, 3, range(3))
+    read = [problem.ys[i] for i in found.read]
+    parts = (list(part) for part in (found.reached, found.carried, found.driven))
+    arguments = (read, problem.xs, problem.grads, [1, 2], found.source, *parts, reverse)
+    torch.library.opcheck(torch.ops.gradfuse.scan_backward.default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [1, 2, 4, 9])
+def test_lengths(length, device):
+    problem = Problem(matrix_product, (length, 130), (1, 2), device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_any_memory_order(dim, device):
+    problem = Problem(affine_pairs, (9, 3, 20), (1, 2), dim=dim, device=device)
+    assert max(problem.errors(problem.run())) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_is_rounded_once(device):
+    """No worse than the op's loop in fp32."""
+    problem = Problem(complex_product, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
+    eager = problem.errors(problem.gradients())
+    assert all(error <= 1.2 * rounded for error, rounded in zip(problem.errors(problem.run()), eager, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_lengths(device):
+    """Found out to be dynamic by the second."""
+    run = Problem(complex_product, (5, 70), (0, 1)).run()
+    for length in (9, 30, 7):
+        assert max(Problem(complex_product, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
+
+
+def test_a_graph_with_tensors_of_its_own_is_left():
+    table = torch.rand(3)
+    assert scan_backward.product(lambda x1, x2: (x1 * x2 * table[0],), 1, [0]) is None
+
+
+def emitted(combine, dtype=torch.float32):
+    """The source of the kernel for the gradient of the last leaf."""
+    problem = Problem(combine, (9, 2, 70), (LEAVES[combine] - 1,), dtype, device="interpreter")
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(problem.run(), problem.xs, problem.ys, problem.grads)
+    (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
+    return kernel
+
+
+@INTERPRETED
+def test_where_it_is_the_way():
+    """Many lanes, next to each other, of fp32 or less."""
+    x = torch.rand(4, 2, 1024)
+    cases = [x, x.expand(3, 4, 2, 1024)[0], x.movedim(2, 0), x[..., ::2], x[:, :1], x.double(), x.reshape(4, -1, 2)]
+    with triton_on_cpu():
+        assert [scan_backward.suits([case, case]) for case in cases] == [True, True, *[False] * 5]
+    assert not scan_backward.suits([x, x])
+
+
+@INTERPRETED
+def test_emitted_kernel():
+    snapshots.check(__file__, "scan_backward", body(emitted(matrix_product)))
+
+
+def test_fewer_loads_ahead_of_many_leaves():
+    stages = [lowering._tile(4, loads)["STAGES"] for loads in (7, 16, 24, 40, 200)]
+    assert stages == [4, 4, 2, 1, 1]
