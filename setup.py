@@ -14,6 +14,7 @@ setup(
     description="A torch.compile backend that makes the backward pass of modern models correct, fast and reproducible",
     long_description=(Path(__file__).parent / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11,<2.16",
@@ -39,7 +40,7 @@ setup(
     ],
     py_modules=["gradfuse"],
     package_dir={"inductor_ext.templates": "templates"},
-    package_data={"inductor_ext.templates": ["*/*.jinja"]},
+    package_data={"inductor_ext": ["py.typed"], "inductor_ext.templates": ["*/*.jinja"]},
     entry_points={
         "torch_dynamo_backends": ["gradfuse = inductor_ext.backend:gradfuse"],
         "console_scripts": ["gradfuse = inductor_ext.cli:main"],

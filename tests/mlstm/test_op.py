@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_ext.mlstm.cell import MLSTMCell
+from inductor_ext.mlstm import MLSTMCell
 from inductor_ext.mlstm.op import mlstm, mlstm_reference
 from tests.attention.case import relative_error
 
