@@ -18,7 +18,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import inductor_ext
 from inductor_ext import backend, compat
+from inductor_ext.core.report import leave_to_stock
 from inductor_ext.options import Options
+from tests.support.eager_graphs import eager_graphs
 from tests.support.interpreter import triton_on_cpu
 
 HOPS = (compat.flex_attention_hop, compat.flex_attention_backward_hop)
@@ -207,3 +209,21 @@ def test_found_by_name(first):
         pytest.skip("the package is not installed")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout.strip() == "[2.0, 2.0]", done.stderr[-2000:]
+
+
+def test_inference_warns_of_nothing(caplog):
+    """Stock's kernel is as good where no gradient is needed."""
+    query = torch.randn(1, 2, 32, 16)
+    with caplog.at_level(logging.INFO, logger="gradfuse"), torch.no_grad(), eager_graphs():
+        torch.compile(lambda q: flex_attention(q, q, q), backend="gradfuse")(query)
+    assert any("inference" in r.message for r in caplog.records)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_what_is_left_to_stock_is_warned_of_once_a_line(caplog):
+    for op in ("flex_attention", "flex_attention_backward", "flex_attention"):
+        leave_to_stock(False, "flex_attention", op, "a reason of this test", "model.py:7: attention(q)", "Do this.")
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == [
+        "flex_attention is left to stock Inductor at model.py:7: attention(q): a reason of this test. Do this."
+    ]

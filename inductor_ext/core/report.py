@@ -1,7 +1,7 @@
 """What was decided, where in the user's code, and why.
 
 Every rewrite and lowering calls ``record``; ``explain`` collects what was recorded while a model compiles. The same lines
-go to the logger ``gradfuse`` (INFO for a path taken, WARNING for a fall-back to stock).
+go to the logger ``gradfuse``: as INFO, and once a line of user code as a WARNING where something is lost that could be had.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Report:
 
 
 _collecting: list[Report] = []
+#: The places and reasons of which the user was warned.
+_warned: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
@@ -75,7 +77,7 @@ def record(pass_name: str, op: str, path: str, why: str, where: str = "") -> Non
     decision = Decision(pass_name, op, path, why, where)
     for report in _collecting:
         report.decisions.append(decision)
-    log.log(logging.WARNING if path == STOCK else logging.INFO, "%s", decision)
+    log.info("%s", decision)
 
 
 class Refused(NotImplementedError):
@@ -83,11 +85,17 @@ class Refused(NotImplementedError):
 
 
 def leave_to_stock(strict: bool, pass_name: str, op: str, why: str, where: str, advice: str = "") -> None:
-    """Record that an op is left to stock Inductor, which costs speed or exactness. Raises Refused under ``strict``."""
+    """Record that an op is left to stock Inductor, which costs speed or exactness. Raises Refused under ``strict``.
+
+    The user is warned once a line of code, with what to do about it: not again for the backward, not for every compilation.
+    """
     record(pass_name, op, STOCK, why, where)
     if strict:
         at = f" at {where}" if where else ""
         raise Refused(f"gradfuse (strict) has no kernel for {op}{at}: {why}. {advice}".rstrip())
+    if (where, why) not in _warned:
+        _warned.add((where, why))
+        log.warning("%s", f"{op} is left to stock Inductor{f' at {where}' if where else ''}: {why}. {advice}".rstrip())
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')

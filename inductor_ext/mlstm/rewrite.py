@@ -38,7 +38,7 @@ def rewrite(gm: GraphModule, own: Options) -> None:
                 continue
             _check(node, cell)
         except NotMLSTM as error:
-            leave_to_stock(own.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.op.mlstm.")
+            leave_to_stock(own.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.mlstm.")
             continue
         note = _replace(gm, node, cell)
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
