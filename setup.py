@@ -36,6 +36,7 @@ setup(
         "inductor_ext.gathers",
         "inductor_ext.mlstm",
         "inductor_ext.scan",
+        "inductor_ext.torch_api",
         "inductor_ext.templates",
     ],
     py_modules=["gradfuse"],

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import inductor_ext  # noqa: F401  (registers the backend)
-from inductor_ext import compat
-from inductor_ext.compat import compile_fx as stock_compile_fx
+from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
+from inductor_ext.torch_api.config import without_caches
 from tests.support.eager_graphs import eager_graphs
 from tests.support.interpreter import triton_on_cpu
 
@@ -178,7 +178,7 @@ def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> C
 @contextlib.contextmanager
 def _settings(mode: str) -> Iterator[None]:
     machine = {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), compat.without_caches(), machine():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), without_caches(), machine():
         yield
 
 
