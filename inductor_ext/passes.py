@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from .attention import canonical, hoisting
 from .attention import cpu as dense_attention
-from .attention import hoisting, score_mods
 from .casts import rewrite as casts
 from .core import joint_graph
 from .core.dynamo_graph import graphs_in
@@ -48,7 +48,7 @@ class Pass:
 
 #: The rewrites are looked up when they run, so that a test can watch one.
 ORDER: tuple[Pass, ...] = (
-    Pass("score_mods", "dynamo", lambda gm, own: score_mods.rewrite(gm, own)),
+    Pass("score_mods", "dynamo", lambda gm, own: canonical.rewrite(gm, own)),
     Pass("hoisting", "dynamo", lambda gm, own: hoisting.rewrite(gm, own)),
     Pass("scans", "dynamo", lambda gm, own: scans.rewrite(gm, own)),
     Pass("mlstm_pattern", "dynamo", lambda gm, own: mlstm.rewrite(gm, own)),

@@ -70,7 +70,9 @@ def test_the_table_of_private_names_is_what_the_door_imports():
     listed = {(user, n.where.replace(":", ".")) for n in versions.NAMES for user in n.used_by.split(", ")}
     unlisted = {(user, name) for user, name in imported if not any(u == user and known(n, name) for u, n in listed)}
     assert not unlisted
-    unused = {(user, n) for user, n in listed if n.split(".")[-1] not in (PACKAGE / "torch_api" / f"{user}.py").read_text()}
+    # Inductor's IR and ops are handed on as they are; the names in them are used elsewhere.
+    everything = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.name != "versions.py")
+    unused = {n for _, n in listed if not re.search(rf"\b{n.split('.')[-1]}\b", everything)}
     assert not unused
 
 

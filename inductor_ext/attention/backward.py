@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -19,16 +20,17 @@ from ..core.report import leave_to_stock, record, user_line
 from ..core.target import Target
 from ..core.templates import load
 from ..options import Options
-from ..torch_api.higher_order import FlexBlockMask, inherited_block_options
+from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
 from ..torch_api.lowering import V, empty_strided, lowerings
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
-from .bounds import extents_of
+from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
-from .captured_grads import JOINT_INPUTS, JointGraph, NotUnderstood, returning, take_apart
+from .captured_grads import JointGraph, NotUnderstood, returning, take_apart
 from .diagonals import STRIP_ROWS
 from .forward import mask_subgraph, score_subgraph
+from .score_mod import ScoreMod
 from .tile_tables import TileTables, tile_tables
 from .tiles import backward_config
 
@@ -58,21 +60,21 @@ _template = make_template("gradfuse_flex_backward", _grid, load("attention/flex_
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
 
-    def flex_attention_backward(*args: Any, **kwargs: Any) -> Any:
-        query, key, value = args[:3]
+    def flex_attention_backward(*args: Any) -> Any:
+        call = BackwardCall(*args)
         where = user_line(V.graph.current_node)
-        reason = common.why_stock(query, key, value, args[11])
+        reason = common.why_stock(call)
         joint = None
         if reason is None:
             try:
-                joint = take_apart(args[8].graph_module)
+                joint = take_apart(call.joint_graph.graph_module)
             except NotUnderstood as error:
                 reason, where = str(error), user_line(error.node) or where
         if joint is None:
             leave_to_stock(own.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
-            return stock(*args, **kwargs)
+            return stock(*args)
         try:
-            return _lower(own, joint, *args)
+            return _lower(own, joint, call)
         except NotInOrder:
             raise RuntimeError(
                 "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
@@ -83,97 +85,56 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     return flex_attention_backward
 
 
-def _lower(
-    own: Options,
-    joint: JointGraph,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    grad_out: Any,
-    grad_logsumexp: Any,
-    score_mod: Any,
-    _joint_graph: Any,
-    block_mask: Any,
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_captured: Any,
-    mask_captured: Any,
-) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    device, dtype = query.get_device(), query.get_dtype()
+def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     node = V.graph.current_node
-    query_size, key_size, value_size = query.get_size(), key.get_size(), value.get_size()
-    batch, heads, length, qk_dim = query_size
-    if grad_out is None:
-        grad_out = full([batch, heads, length, value_size[-1]], 0, dtype, device)
-    delta = _delta(out, grad_out, grad_logsumexp)
-    query, key, value, logsumexp, grad_out, delta = realize([query, key, value, logsumexp, grad_out, delta])
-    block_mask = FlexBlockMask.of(block_mask)
-    block_mask = FlexBlockMask(*realize(block_mask[:-1]), block_mask.mask_mod)
-    score_captured, mask_captured = realize(score_captured), realize(mask_captured)
+    if call.grad_out is None:
+        size = [*call.query.get_size()[:3], call.value.get_size()[-1]]
+        call = replace(call, grad_out=full(size, 0, call.query.get_dtype(), call.query.get_device()))
+    delta = _delta(call)
+    call = call.realized("query", "key", "value", "logsumexp", "grad_out")
+    (delta,) = realize([delta])
+    device = call.query.get_device()
 
-    score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
-    tables = tile_tables(score_graph, kernel_options, score_captured)
-    score_buffer = score_subgraph(score_graph, node, device, score_captured, tables)
-    mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
-    grad_score_buffer = _grad_score(joint, node, device, score_captured, tables)
+    score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
+    tables = tile_tables(score_graph, call.kernel_options, call.captured)
+    score_buffer = score_subgraph(score_graph, node, device, call.captured, tables)
+    mask_buffer = mask_subgraph(mask_graph, node, device, call.mask_captured)
+    grad_score_buffer = _grad_score(joint, node, device, call.captured, tables)
     captured = plan_gradients(
         joint,
         node,
         device,
-        score_captured,
+        call.captured,
         tables,
-        tma_allowed=_tma_allowed(own, device, kernel_options),
+        tma_allowed=_tma_allowed(own, device, call.kernel_options),
         in_order=own.deterministic,
     )
-
-    # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
-    grad_key_size = [batch, *key_size[1:]]
-    grad_value_size = [batch, *value_size[1:]]
-    layout = fixed_layout(device, dtype, grad_key_size, dense_strides(grad_key_size, key.get_stride()))
-    one_pass = _one_pass(own, query, kernel_options, captured)
-    grad_value = empty_strided(
-        grad_value_size, dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
-    )
-    if one_pass:
-        grad_query = full(query_size, 0, torch.float32, device)
-    else:
-        strides = dense_strides(query_size, query.get_stride())
-        grad_query = empty_strided(query_size, strides, dtype=dtype, device=device)
-    full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(block_mask, device)
-    inputs = [query, key, value, logsumexp, delta, grad_out, grad_query, grad_value]
-    inputs += [block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices]
+    one_pass = _one_pass(own, call, captured)
+    grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
+    full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(call.mask, device)
+    inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
+    inputs += [call.mask.kv_num_blocks, call.mask.kv_indices, call.mask.q_num_blocks, call.mask.q_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks]
 
-    options = common.template_options(query, key, value, block_mask, scale, kernel_options)
+    options = common.template_options(call)
     options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
     options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
-    options["WIDE_INDEX"] = score_graphs.is_wide([*score_captured, *mask_captured])
+    options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     options.update(tables.options())
     options["ONE_PASS"] = one_pass
-    options["TMA_ADDS"] = one_pass and Target.of(device).tma and qk_dim % 4 == 0
-    _, configs = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
-    if len(configs) == 1:
-        form = {
-            "head_dim": options["QK_HEAD_DIM_ROUNDED"],
-            "one_pass": one_pass,
-            "mask_mod": not options["TRIVIAL_MASK_MOD"],
-        }
-        configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
-    tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
+    options["TMA_ADDS"] = one_pass and Target.of(device).tma and options["QK_HEAD_DIM"] % 4 == 0
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
-    tilings = list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
-    captured.allocate(score_captured, block_mask, device, tilings)
+    tilings = _tilings(call, options, captured)
+    captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
     for tiled in tilings:
         _template.maybe_append_choice(
             choices=choices,
             input_nodes=[*inputs, *tables.buffers(), *captured.targets],
-            layout=layout,
+            layout=grad_key_layout,
             subgraphs=inlined,
             mutated_inputs=[grad_query, grad_value, *captured.written],
-            call_sizes=[*query_size, *key_size[1:3]],
+            call_sizes=[*call.query.get_size(), *call.key.get_size()[1:3]],
             **tiled,
             **captured.options(),
         )
@@ -181,31 +142,63 @@ def _lower(
     for i in range(8, 16, 2):
         generators[i] = common.num_blocks_for_autotuning(inputs[i + 1])
         generators[i + 1] = common.indices_for_autotuning
-    all_captured = [*score_captured, *mask_captured]
+    all_captured = [*call.captured, *call.mask_captured]
     grad_key = autotune(
         "gradfuse_flex_backward",
         choices,
         [*inputs, *tables.buffers(), *captured.targets, *all_captured],
-        layout,
+        grad_key_layout,
         generators,
         all_captured,
         [*inlined, *captured.written],
     )
-    if not V.graph.sizevars.evaluate_expr(sympy.Eq(batch, key_size[0])):
+    if not V.graph.sizevars.evaluate_expr(sympy.Eq(call.query.get_size()[0], call.key.get_size()[0])):
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
     if one_pass:
-        grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, dtype)
+        grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
     note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
-    return grad_query, grad_key, grad_value, captured.results(score_captured)
+    return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 
-def _delta(out: Any, grad_out: Any, grad_logsumexp: Any) -> Any:
+def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
+    """The layout of dK, and the buffers of dV and dQ.
+
+    A batch of 1 in key and value is broadcast: their gradients are computed for each batch element and summed afterwards. In
+    one pass dQ is added up in fp32 memory.
+    """
+    device, dtype = call.query.get_device(), call.query.get_dtype()
+    batch = call.query.get_size()[0]
+    key_size, value_size = [batch, *call.key.get_size()[1:]], [batch, *call.value.get_size()[1:]]
+    layout = fixed_layout(device, dtype, key_size, dense_strides(key_size, call.key.get_stride()))
+    grad_value = empty_strided(value_size, dense_strides(value_size, call.value.get_stride()), dtype=dtype, device=device)
+    size = call.query.get_size()
+    if one_pass:
+        return layout, grad_value, full(size, 0, torch.float32, device)
+    return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)
+
+
+def _tilings(call: BackwardCall, options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
+    """The template's options with each choice of tiles: one, or stock's list under max-autotune."""
+    device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
+    _, configs = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    if len(configs) == 1:
+        form = {
+            "head_dim": options["QK_HEAD_DIM_ROUNDED"],
+            "one_pass": options["ONE_PASS"],
+            "mask_mod": not options["TRIVIAL_MASK_MOD"],
+        }
+        configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
+    tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
+    return list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
+
+
+def _delta(call: BackwardCall) -> Any:
     """rowsum(out ∘ grad_out) in fp32, less the gradient of the logsumexp (which the caller has in base 2)."""
-    out, grad = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (out, grad_out))
+    out, grad = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (call.out, call.grad_out))
     delta = lowerings[aten.sum](lowerings[aten.mul](out, grad), axis=-1)
-    if grad_logsumexp is not None:
-        delta = lowerings[aten.sub](delta, lowerings[aten.mul](grad_logsumexp, 1 / math.log(2)))
+    if call.grad_logsumexp is not None:
+        delta = lowerings[aten.sub](delta, lowerings[aten.mul](call.grad_logsumexp, 1 / math.log(2)))
     return require_contiguous(delta)
 
 
@@ -224,8 +217,8 @@ def _grad_score(
         zero.args = ([constant],)
     else:
         module = returning(joint.module, [joint.grad_score])
-    tiles = tables.read_by_tile(module, JOINT_INPUTS)
-    score_graphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
+    tiles = tables.read_by_tile(module, ScoreMod.of_joint(module.graph))
+    score_graphs.clamp_reads(module, ScoreMod.of_joint(module.graph).ranges(lengths(node)))
     (buffer,) = subgraphs.inline(module, _joint_placeholders(device), [*captured, *tiles])
     return buffer
 
@@ -236,18 +229,18 @@ WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
 
 
-def _one_pass(own: Options, query: Any, kernel_options: dict[str, Any], captured: CapturedGradients) -> bool:
+def _one_pass(own: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
     """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
     if own.deterministic:
         return False
-    wanted = kernel_options.get("bwd_ONE_PASS", kernel_options.get("ONE_PASS"))
+    wanted = call.kernel_options.get("bwd_ONE_PASS", call.kernel_options.get("ONE_PASS"))
     if wanted is not None:
         return bool(wanted)
-    half = query.get_dtype().itemsize == 2
+    half = call.query.get_dtype().itemsize == 2
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
-    fits = V.graph.sizevars.guard_int(query.get_size()[-1]) <= widest
+    fits = V.graph.sizevars.guard_int(call.query.get_size()[-1]) <= widest
     suits = captured.has_strips or not captured.sums_along_keys
-    return half and fits and suits and Target.of(query.get_device()).family != "ampere"
+    return half and fits and suits and Target.of(call.query.get_device()).family != "ampere"
 
 
 def _tma_allowed(own: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ for a read and masked for a write. An index that *is* one of b, h, q, k over a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,12 +147,6 @@ def in_range(index: Node | int, size: Any, extents: dict[Node, Any]) -> bool:
         return statically_known_true(extents[index] <= size)
     low, high = interval(index, extents)
     return low is not None and high is not None and low >= 0 and statically_known_true(high < size)
-
-
-def extents_of(module: GraphModule, extents: Sequence[Any], first: int) -> dict[Node, Any]:
-    """The placeholders of b, h, q, k (the first being input number ``first``) with the lengths of their ranges."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    return dict(zip(placeholders[first : first + 4], extents, strict=True))
 
 
 def safe_reads(

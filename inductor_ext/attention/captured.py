@@ -28,9 +28,10 @@ from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
 from . import common, deterministic, score_graphs
-from .bounds import extents_of
-from .captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
+from .calls import lengths
+from .captured_grads import Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
 from .diagonals import STRIP_ROWS, strip_shape
+from .score_mod import ScoreMod
 from .tile_tables import TableKind, TileTable, TileTables
 
 aten = torch.ops.aten
@@ -249,9 +250,11 @@ def plan_gradients(
     ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: no atomics; raises
     NotInOrder where that cannot be.
     """
-    placeholders = joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]
-    result = CapturedGradients(extents_of(joint.module, common.extents(node), first=1))
-    for owner, (contributions, placeholder, tensor) in enumerate(zip(joint.captured, placeholders, captured, strict=True)):
+    inputs = ScoreMod.of_joint(joint.module.graph)
+    result = CapturedGradients(inputs.ranges(lengths(node)))
+    for owner, (contributions, placeholder, tensor) in enumerate(
+        zip(joint.captured, inputs.captured, captured, strict=True)
+    ):
         result.learned.append(contributions is not None)
         shape, table = shape_of(placeholder), tables.of(owner)
         once = _writes_once(contributions or (), shape, result.ranges)
@@ -271,7 +274,7 @@ def plan_gradients(
             address = None
             if kind is Kind.PARTIAL and not plain:
                 address, _ = score_graphs.address(joint.module, contribution, shape, result.ranges)
-                score_graphs.clamp_reads(address, extents_of(address, common.extents(node), first=1))
+                score_graphs.clamp_reads(address, ScoreMod.of_joint(address.graph).ranges(lengths(node)))
             result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide, address))
     return result
 
@@ -297,12 +300,11 @@ def _inline(
     tables: TileTables,
 ) -> bool:
     """Lower value, offset and in_bounds of a contribution; whether in_bounds is to be asked."""
-    extents = common.extents(node)
     value = returning(joint.module, [contribution.value])
     address, checked = score_graphs.address(joint.module, contribution, shape, result.ranges)
     for module in (value, address):
-        tiles = tables.read_by_tile(module, JOINT_INPUTS)
-        score_graphs.clamp_reads(module, extents_of(module, extents, first=1))
+        tiles = tables.read_by_tile(module, ScoreMod.of_joint(module.graph))
+        score_graphs.clamp_reads(module, ScoreMod.of_joint(module.graph).ranges(lengths(node)))
         inputs = score_graphs.score_placeholders(device, torch.float32, gradient=True)
         result.inlined.extend(subgraphs.inline(module, inputs, [*captured, *tiles]))
     return checked

@@ -17,12 +17,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..torch_api.higher_order import zeros_and_scatter
+from .score_mod import ScoreMod
 
 aten = torch.ops.aten
-
-#: score, b, h, q, k come before the captured tensors in a score_mod; the joint graph has the score's gradient besides.
-SCORE_MOD_INPUTS = 5
-JOINT_INPUTS = 6
 
 _PASS_THROUGH = {
     aten._to_copy.default,
@@ -83,8 +80,8 @@ def take_apart(module: GraphModule) -> JointGraph:
 
     Raises NotUnderstood where a captured gradient is not a sum of scatters of scalars.
     """
-    grad_score, *others = output_nodes(module.graph)
-    captured = others[SCORE_MOD_INPUTS - 1 :]
+    # The positions are integers, so their gradients are None.
+    grad_score, _b, _h, _q, _k, *captured = output_nodes(module.graph)
     return JointGraph(
         module,
         grad_score,
@@ -146,17 +143,16 @@ def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
 
 def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]:
     """Which of b, h, q, k the indices of a contribution depend on; along the others its values may be summed first."""
-    positions = module.graph.find_nodes(op="placeholder")[1:SCORE_MOD_INPUTS]
     reached = _reached(contribution)
     # An index made of the score or of its gradient differs everywhere.
     everywhere = depends_on_score(module, contribution)
-    return tuple(everywhere or position in reached for position in positions)
+    return tuple(everywhere or position in reached for position in ScoreMod.of_joint(module.graph).positions)
 
 
 def depends_on_score(module: GraphModule, contribution: Contribution) -> bool:
     """Whether the indices of a contribution are made of the score or of its gradient."""
-    score, *_, grad = module.graph.find_nodes(op="placeholder")[:JOINT_INPUTS]
-    return not _reached(contribution).isdisjoint((score, grad))
+    inputs = ScoreMod.of_joint(module.graph)
+    return not _reached(contribution).isdisjoint((inputs.score, inputs.grad_score))
 
 
 def _reached(contribution: Contribution) -> set[Node]:

@@ -14,6 +14,7 @@ from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V, empty
 from ..torch_api.sizes import FloorDiv, Mod, hint
+from .calls import BackwardCall, ForwardCall
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 
 #: The sparse block size that flex_attention makes up where there is no block mask.
@@ -27,14 +28,14 @@ _OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", DIAGONAL_OPTION, ANTIDIAGONAL_OPTION
 ADVICE = "Index captured tensors with one scalar for each of their dims, or compute the expression outside the score_mod."
 
 
-def why_stock(query: Any, key: Any, value: Any, kernel_options: dict[str, Any]) -> str | None:
-    """Why these operands go to stock's lowering, or None where ours takes them."""
-    device = query.get_device()
+def why_stock(call: ForwardCall | BackwardCall) -> str | None:
+    """Why a call goes to stock's lowering, or None where ours takes it."""
+    device, kernel_options = call.query.get_device(), call.kernel_options
     if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
         return f"device {device.type!r} has no gradfuse kernel"
     if kernel_options.get("BACKEND", "AUTO") not in ("AUTO", "TRITON"):
         return f"kernel_options ask for BACKEND={kernel_options['BACKEND']!r}"
-    dtypes = {x.get_dtype() for x in (query, key, value)}
+    dtypes = {x.get_dtype() for x in (call.query, call.key, call.value)}
     if len(dtypes) > 1 or not dtypes <= set(SUPPORTED_DTYPES):
         return f"dtypes {sorted(map(str, dtypes))}"
     return None
@@ -63,13 +64,11 @@ def _guarded(value: Any) -> Any:
     return V.graph.sizevars.guard_int(value) if isinstance(value, sympy.Expr) else value
 
 
-def template_options(
-    query: Any, key: Any, value: Any, block_mask: FlexBlockMask, scale: float, kernel_options: dict[str, Any]
-) -> dict[str, Any]:
+def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
     """The options that both templates take, from the operands and from the user's ``kernel_options``."""
-    sizevars = V.graph.sizevars
-    _, query_heads, query_length, qk_dim = query.get_size()
-    _, kv_heads, key_length, v_dim = value.get_size()
+    sizevars, block_mask = V.graph.sizevars, call.mask
+    _, query_heads, query_length, qk_dim = call.query.get_size()
+    _, kv_heads, key_length, v_dim = call.value.get_size()
     qk_dim, v_dim = sizevars.guard_int(qk_dim), sizevars.guard_int(v_dim)
     query_block, key_block = _guarded(block_mask.query_block_size), _guarded(block_mask.key_block_size)
     dense_queries = sizevars.evaluate_expr(sympy.Le(query_length, query_block))
@@ -79,12 +78,12 @@ def template_options(
         whole = sizevars.statically_known_true(sympy.Eq(Mod(length, LARGEST_TILE), 0))
         return whole and (dense or sizevars.statically_known_true(sympy.Eq(Mod(length, block), 0)))
 
-    options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
+    options = {k: _guarded(v) for k, v in call.kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
     options.setdefault("FLOAT32_PRECISION", float32_precision())
     return {
         **options,
-        "SM_SCALE": scale,
+        "SM_SCALE": call.scale,
         "GQA_SHARED_HEADS": sizevars.guard_int(FloorDiv(query_heads, kv_heads)),
         "HAS_FULL_BLOCKS": block_mask.full_kv_num_blocks is not None,
         "DENSE": dense_queries and dense_keys,
@@ -141,12 +140,6 @@ def tile_choices(
 def _largest_divisor(block: int) -> int:
     """The largest power of two that divides a sparse block size (at least 16, which tl.dot needs)."""
     return max(block & -block, 16)
-
-
-def extents(node: torch.fx.Node) -> list[Any]:
-    """The lengths of the ranges of b, h, q and k for a flex_attention node (forward or backward)."""
-    query, key = (node.args[i].meta["val"] for i in (0, 1))
-    return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
 
 
 def is_unmasked(block_mask: FlexBlockMask) -> bool:

@@ -20,9 +20,11 @@ from ..core.report import STOCK, record, user_line
 from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
+from .calls import BackwardCall, ForwardCall
 from .captured_grads import NotUnderstood, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
+from .score_mod import ScoreMod
 
 NAME = "dense_attention"
 
@@ -40,34 +42,32 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 
 
 def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
-    query, key, value, score_mod, block_mask, scale, kernel_options, captured, mask_captured = node.args
-    if not kernel_options.get("OUTPUT_LOGSUMEXP") and not kernel_options.get("OUTPUT_MAX"):
+    call = ForwardCall.of(node)
+    if not call.kernel_options.get("OUTPUT_LOGSUMEXP") and not call.kernel_options.get("OUTPUT_MAX"):
         record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", user_line(node))
         return
-    block_mask = FlexBlockMask.of(block_mask)
     attention = DenseAttention(
-        score=scalar_graph(gm, score_mod, node, first=1),
-        mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
+        score=scalar_graph(gm, call.score_mod, node, ScoreMod.of),
+        mask=scalar_graph(gm, call.mask.mask_mod, node, ScoreMod.of_mask),
         joint=None,
-        has_full_blocks=block_mask.full_kv_num_blocks is not None,
-        scale=scale,
-        num_captured=len(captured),
+        has_full_blocks=call.mask.full_kv_num_blocks is not None,
+        scale=call.scale,
+        num_captured=len(call.captured),
     )
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
         return attention.with_blocks(*rest[:2]).forward(query, key, value, *rest[2:])
 
-    operands = [query, key, value, *_blocks(block_mask), *captured, *mask_captured]
+    operands = [call.query, call.key, call.value, *_blocks(call.mask), *call.captured, *call.mask_captured]
     replace_node(gm, node, operands, forward)
     record(NAME, "flex_attention", "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} queries", user_line(node))
 
 
 def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
-    (query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint_graph) = node.args[:9]
-    block_mask, scale, _, captured, mask_captured = node.args[9:]
+    call = BackwardCall.of(node)
     where = user_line(node)
     try:
-        joint = take_apart(without_narrowing(getattr(gm, joint_graph.target)))
+        joint = take_apart(without_narrowing(getattr(gm, call.joint_graph.target)))
     except NotUnderstood as error:
         line = user_line(error.node) or where
         raise NotImplementedError(
@@ -79,16 +79,15 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
             "gradfuse: deterministic gradients of captured tensors on the CPU also need "
             f"torch.use_deterministic_algorithms(True) ({where})."
         )
-    block_mask = FlexBlockMask.of(block_mask)
     attention = DenseAttention(
-        score=scalar_graph(gm, score_mod, node, first=1),
-        mask=scalar_graph(gm, block_mask.mask_mod, node, first=0),
+        score=scalar_graph(gm, call.score_mod, node, ScoreMod.of),
+        mask=scalar_graph(gm, call.mask.mask_mod, node, ScoreMod.of_mask),
         joint=JointFunction.of(joint, node),
-        has_full_blocks=block_mask.full_kv_num_blocks is not None,
-        scale=scale,
-        num_captured=len(captured),
+        has_full_blocks=call.mask.full_kv_num_blocks is not None,
+        scale=call.scale,
+        num_captured=len(call.captured),
     )
-    gradients = [grad_out, grad_logsumexp]
+    gradients = [call.grad_out, call.grad_logsumexp]
     present = [g is not None for g in gradients]
 
     def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any) -> Any:
@@ -97,8 +96,8 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
         blocks, remaining = remaining[:2], remaining[2:]
         return attention.with_blocks(*blocks).backward(query, key, value, out, logsumexp, grad_out, grad_lse, *remaining)
 
-    operands = [query, key, value, out, logsumexp, *(g for g in gradients if g is not None)]
-    operands += [*_blocks(block_mask), *captured, *mask_captured]
+    operands = [call.query, call.key, call.value, call.out, call.logsumexp, *(g for g in gradients if g is not None)]
+    operands += [*_blocks(call.mask), *call.captured, *call.mask_captured]
     replace_node(gm, node, operands, backward)
     count = sum(len(c) for c in joint.captured if c)
     record(NAME, "flex_attention_backward", "blocked dense math", f"CPU, {count} captured contributions", where)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from .bounds import extents_of, in_range, safe_reads
-from .captured_grads import JOINT_INPUTS, JointGraph, axes_of, output_nodes, returning
+from .bounds import in_range, safe_reads
+from .calls import lengths
+from .captured_grads import JointGraph, axes_of, output_nodes, returning
+from .score_mod import ScoreMod
 
 aten = torch.ops.aten
 
@@ -51,11 +53,6 @@ def _widen_reads(module: GraphModule) -> None:
             read.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
 
 
-def _extents(node: Node) -> list[Any]:
-    query, key = (node.args[i].meta["val"] for i in (0, 1))
-    return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]
-
-
 def _guard_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     """Add an input ``visible`` and read at index 0 where it is False, so that masked positions cannot be out of range."""
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -64,10 +61,10 @@ def _guard_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
     safe_reads(module, extents, lambda index, _: module.graph.call_function(torch.where, (visible, index, 0)))
 
 
-def scalar_graph(gm: GraphModule, graph: Node, node: Node, first: int) -> GraphModule:
-    """A score_mod (``first`` = 1: after the score) or mask_mod (0) as a function ``(..., *captured, visible)``."""
+def scalar_graph(gm: GraphModule, graph: Node, node: Node, inputs_of: Callable[[Graph], ScoreMod]) -> GraphModule:
+    """A score_mod (``ScoreMod.of``) or mask_mod (``ScoreMod.of_mask``) as a function ``(..., *captured, visible)``."""
     module = without_narrowing(getattr(gm, graph.target))
-    _guard_reads(module, extents_of(module, _extents(node), first))
+    _guard_reads(module, inputs_of(module.graph).ranges(lengths(node)))
     return module
 
 
@@ -89,14 +86,15 @@ class JointFunction:
     @classmethod
     def of(cls, joint: JointGraph, node: Node) -> JointFunction:
         """Of the joint graph of one flex_attention_backward node."""
-        ranges = extents_of(joint.module, _extents(node), first=1)
-        shapes = [p.meta["val"] for p in joint.module.graph.find_nodes(op="placeholder")[JOINT_INPUTS:]]
+        inputs = ScoreMod.of_joint(joint.module.graph)
+        ranges = inputs.ranges(lengths(node))
+        shapes = [p.meta["val"] for p in inputs.captured]
         flat = [(i, c) for i, contributions in enumerate(joint.captured) for c in contributions or ()]
         outputs: list[Any] = [joint.grad_score]
         for _, contribution in flat:
             outputs += [contribution.value, *contribution.indices]
         module = returning(joint.module, outputs)
-        _guard_reads(module, extents_of(module, _extents(node), first=1))
+        _guard_reads(module, ScoreMod.of_joint(module.graph).ranges(lengths(node)))
         return cls(
             module,
             owners=tuple(i for i, _ in flat),

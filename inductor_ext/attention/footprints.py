@@ -33,6 +33,7 @@ from ..core.integers import exact_integers
 from ..torch_api.graph import OpOverload
 from ..torch_api.sizes import ValueRanges, bound_sympy
 from .reductions import factors, summed
+from .score_mod import ScoreMod
 
 
 class Positions(enum.Enum):
@@ -180,14 +181,14 @@ def _is_float(node: Node) -> bool:
 
 def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
     """The abstract value of every node; ``ranges`` learns the range of every new symbol."""
-    score, b, h, q, k, *captured = graph.find_nodes(op="placeholder")
+    inputs = ScoreMod.of(graph)
     values = {
-        score: _Value(Footprint(score=True)),
-        b: _Value(Footprint(batch=True), B),
-        h: _Value(Footprint(head=True), H),
-        q: _Value(Footprint(positions=Positions.ROW), Q),
-        k: _Value(Footprint(positions=Positions.COLUMN), K),
-        **{c: _Value(NOTHING, _size_symbol(c)) for c in captured},
+        inputs.score: _Value(Footprint(score=True)),
+        inputs.b: _Value(Footprint(batch=True), B),
+        inputs.h: _Value(Footprint(head=True), H),
+        inputs.q: _Value(Footprint(positions=Positions.ROW), Q),
+        inputs.k: _Value(Footprint(positions=Positions.COLUMN), K),
+        **{c: _Value(NOTHING, _size_symbol(c)) for c in inputs.captured},
     }
     atoms: dict[sympy.Symbol, Footprint] = {}
     counter = itertools.count()

@@ -16,13 +16,14 @@ from ..core.report import STOCK, leave_to_stock, record, user_line
 from ..core.target import Target
 from ..core.templates import load
 from ..options import Options
-from ..torch_api.higher_order import FlexBlockMask, inherited_block_options
-from ..torch_api.ir import dense_strides, fixed_layout, realize
+from ..torch_api.higher_order import inherited_block_options
+from ..torch_api.ir import dense_strides, fixed_layout
 from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
-from .bounds import extents_of
-from .captured_grads import SCORE_MOD_INPUTS, output_nodes, returning
+from .calls import ForwardCall, lengths
+from .captured_grads import output_nodes, returning
+from .score_mod import ScoreMod
 from .tile_tables import TileTables, tile_tables
 from .tiles import forward_config
 
@@ -40,80 +41,50 @@ _template = make_template("gradfuse_flex_forward", _grid, load("attention/flex_f
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
 
-    def flex_attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        score_mod: Any,
-        block_mask: Any,
-        scale: float,
-        kernel_options: dict[str, Any],
-        score_captured: Any,
-        mask_captured: Any,
-    ) -> Any:
+    def flex_attention(*args: Any) -> Any:
+        call = ForwardCall(*args)
         where = user_line(V.graph.current_node)
-        modules = (score_mod.graph_module, FlexBlockMask.of(block_mask).mask_mod.graph_module)
-        inference = not kernel_options.get("OUTPUT_LOGSUMEXP")
-        reason = common.why_stock(query, key, value, kernel_options)
-        reason = reason or common.not_scalar(modules[0]) or common.not_scalar(modules[1])
+        inference = not call.kernel_options.get("OUTPUT_LOGSUMEXP")
+        reason = common.why_stock(call)
+        reason = (
+            reason or common.not_scalar(call.score_mod.graph_module) or common.not_scalar(call.mask.mask_mod.graph_module)
+        )
         if inference:
             # Stock's kernel is as good where no gradient is needed.
             record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", where)
         elif reason is not None:
             leave_to_stock(own.strict, NAME, "flex_attention", reason, where, common.ADVICE)
         if inference or reason is not None:
-            return stock(query, key, value, score_mod, block_mask, scale, kernel_options, score_captured, mask_captured)
-        return _lower(
-            query,
-            key,
-            value,
-            score_mod,
-            FlexBlockMask.of(block_mask),
-            scale,
-            kernel_options,
-            score_captured,
-            mask_captured,
-        )
+            return stock(*args)
+        return _lower(call)
 
     return flex_attention
 
 
-def _lower(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: FlexBlockMask,
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_captured: Any,
-    mask_captured: Any,
-) -> tuple[Any, Any, Any]:
-    common.check_head_dims(query, value)
-    device, dtype = query.get_device(), query.get_dtype()
+def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
+    common.check_head_dims(call.query, call.value)
+    call = call.realized("query", "key", "value")
+    query, device, dtype = call.query, call.query.get_device(), call.query.get_dtype()
     node = V.graph.current_node
-    query, key, value = realize([query, key, value])
-    block_mask = FlexBlockMask(*realize(block_mask[:-1]), block_mask.mask_mod)
-    score_captured, mask_captured = realize(score_captured), realize(mask_captured)
     batch, heads, length, _ = query.get_size()
 
-    score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
-    tables = tile_tables(score_graph, kernel_options, score_captured)
-    score_buffer = score_subgraph(score_graph, node, device, score_captured, tables)
-    mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
+    score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
+    tables = tile_tables(score_graph, call.kernel_options, call.captured)
+    score_buffer = score_subgraph(score_graph, node, device, call.captured, tables)
+    mask_buffer = mask_subgraph(mask_graph, node, device, call.mask_captured)
 
-    size = [batch, heads, length, value.get_size()[-1]]
+    size = [batch, heads, length, call.value.get_size()[-1]]
     layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
     logsumexp = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
     max_scores = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
-    full_kv_num_blocks, full_kv_blocks, *_ = common.full_block_lists(block_mask, device)
-    inputs = [query, key, value, logsumexp, max_scores, block_mask.kv_num_blocks, block_mask.kv_indices]
+    full_kv_num_blocks, full_kv_blocks, *_ = common.full_block_lists(call.mask, device)
+    inputs = [query, call.key, call.value, logsumexp, max_scores, call.mask.kv_num_blocks, call.mask.kv_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks]
 
-    options = common.template_options(query, key, value, block_mask, scale, kernel_options)
-    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and scale > 0
+    options = common.template_options(call)
+    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
     options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
-    options["WIDE_INDEX"] = score_graphs.is_wide([*score_captured, *mask_captured])
+    options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     options.update(tables.options())
     configs, _ = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
@@ -133,12 +104,12 @@ def _lower(
             **tiled,
         )
     generators = {
-        5: common.num_blocks_for_autotuning(block_mask.kv_indices),
+        5: common.num_blocks_for_autotuning(call.mask.kv_indices),
         6: common.indices_for_autotuning,
         7: common.num_blocks_for_autotuning(full_kv_blocks),
         8: common.indices_for_autotuning,
     }
-    captured = [*score_captured, *mask_captured]
+    captured = [*call.captured, *call.mask_captured]
     out = autotune(
         "gradfuse_flex_forward",
         choices,
@@ -148,7 +119,7 @@ def _lower(
         captured,
         [score_buffer, mask_buffer],
     )
-    record(NAME, "flex_attention", "flex_forward.py.jinja", _shape_note(query, key), user_line(node))
+    record(NAME, "flex_attention", "flex_forward.py.jinja", _shape_note(query, call.key), user_line(node))
     return out, logsumexp, max_scores
 
 
@@ -161,8 +132,8 @@ def score_subgraph(
 ) -> Any:
     """The score_mod, ready to be inlined, with safe reads."""
     module = returning(module, output_nodes(module.graph))
-    tiles = tables.read_by_tile(module, SCORE_MOD_INPUTS)
-    score_graphs.clamp_reads(module, extents_of(module, common.extents(node), first=1))
+    tiles = tables.read_by_tile(module, ScoreMod.of(module.graph))
+    score_graphs.clamp_reads(module, ScoreMod.of(module.graph).ranges(lengths(node)))
     (buffer,) = subgraphs.inline(module, score_graphs.score_placeholders(device, torch.float32), [*captured, *tiles])
     return buffer
 
@@ -170,7 +141,7 @@ def score_subgraph(
 def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
     """The mask_mod, ready to be inlined, with safe reads."""
     module = returning(module, output_nodes(module.graph))
-    score_graphs.clamp_reads(module, extents_of(module, common.extents(node), first=0))
+    score_graphs.clamp_reads(module, ScoreMod.of_mask(module.graph).ranges(lengths(node)))
     (buffer,) = subgraphs.inline(module, score_graphs.mask_placeholders(device), captured)
     return buffer
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ from ..core.purity import called
 from ..core.report import record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
+from .calls import ForwardCall
+from .canonical import drop_unused, fake_tensor, install, needs_grad
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from .expressions import expression
 from .footprints import Footprint, Positions, footprints, inexact_integers, join_all, name_of, names
 from .functional import impurity
-from .score_mods import drop_unused, fake_tensor, install, needs_grad, placeholders
+from .score_mod import ScoreMod
 from .tables import Tables
 
 NAME = "hoisting"
@@ -62,8 +64,9 @@ def rewrite(gm: GraphModule, own: Options) -> None:
     if not own.enabled(NAME):
         return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
-        module = getattr(gm, node.args[3].target)
-        trains = needs_grad([*node.args[:3], *(node.args[7] if len(node.args) > 7 else ())])
+        call = ForwardCall.of(node)
+        module = getattr(gm, call.score_mod.target)
+        trains = needs_grad([call.query, call.key, call.value, *call.captured])
         # What is left of an impure score_mod was reported where it was left as it is.
         if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
             _rewrite_node(gm, node, own)
@@ -71,9 +74,9 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 
 
 def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
-    query, key, value, score_mod, block_mask, scale, kernel_options, *rest = node.args
-    captured, mask_captured = [*rest, (), ()][:2]
-    module = getattr(gm, score_mod.target)
+    call = ForwardCall.of(node)
+    query, captured = call.query, call.captured
+    module = getattr(gm, call.score_mod.target)
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
@@ -82,12 +85,12 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         Inserter(gm.graph, node),
         graph,
         query,
-        key,
-        dict(zip(placeholders(graph)[5:], captured, strict=True)),
-        inexact_integers(graph, _extents(query, key)),
-        masked=not _mask_is_trivial(getattr(gm, block_mask[-1].target)),
+        call.key,
+        dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
+        inexact_integers(graph, _extents(query, call.key)),
+        masked=not _mask_is_trivial(getattr(gm, call.mask.mask_mod.target)),
     )
-    hoist = _Hoist(graph, footprints(graph, _extents(query, key)), list(captured), tables)
+    hoist = _Hoist(graph, footprints(graph, _extents(query, call.key)), list(captured), tables)
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         hoist.merge_sums()
@@ -98,17 +101,18 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         captured = drop_unused(graph, [*captured, *tables.operands], [])
         if anchors:
             query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
-        new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+        new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
     for i, operand in enumerate(captured):
         if operand in tables.diagonals:
             bits[tables.diagonals[operand]] |= 1 << i
     kernel_options = {
-        **kernel_options,
+        **call.kernel_options,
         DIAGONAL_OPTION: bits[Positions.DIAGONAL],
         ANTIDIAGONAL_OPTION: bits[Positions.ANTIDIAGONAL],
     }
-    node.args = (query, key, value, new_score_mod, block_mask, scale, kernel_options, tuple(captured), mask_captured)
+    rewritten = {"query": query, "score_mod": new_score_mod, "kernel_options": kernel_options, "captured": tuple(captured)}
+    node.args = replace(call, **rewritten).operands()
     for path, why in hoist.done:
         record(NAME, "flex_attention", path, why, user_line(node))
 
@@ -199,14 +203,14 @@ class _Hoist:
         numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
         if any(math.isinf(x) for x in numbers):
             return []
-        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in cone if n in operands]
         floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
         return floats if all(fake_tensor(x).requires_grad for x in floats) else []
 
     def _learned_anywhere(self, node: Any) -> list[Any]:
         """The captured tensors that a term reads and that need a gradient."""
-        operands = dict(zip(placeholders(self.graph)[5:], self.captured, strict=True))
+        operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in self._cone(node) if n in operands] if isinstance(node, Node) else []
         return [x for x in read if needs_grad([x])]
 
@@ -286,7 +290,7 @@ class _Hoist:
 
     def _plain_read(self, node: Node) -> bool:
         """Whether a node is already ``table[positions and constants]``."""
-        positions = placeholders(self.graph)[1:5]
+        positions = ScoreMod.of(self.graph).positions
         if not self._is_read(node) or node.args[0].op != "placeholder":
             return False
         indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

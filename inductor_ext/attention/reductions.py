@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from ..core.purity import called
+from .score_mod import ScoreMod
 
 _DOTS = {"dot", "vdot", "inner", "matmul"}
 _PRODUCTS = {"mul", "multiply"}
@@ -32,17 +33,17 @@ def factors(node: Node) -> tuple[Node, Node] | None:
         terms = terms[0].args
     if terms is None or len(terms) != 2 or any(_rank(x) != 1 for x in terms):
         return None
-    query, key = node.graph.find_nodes(op="placeholder")[3:5]
+    inputs = ScoreMod.of(node.graph)
     reached = [_cone(x) for x in terms]
     for first, second in ((0, 1), (1, 0)):
-        if key not in reached[first] and query not in reached[second]:
+        if inputs.k not in reached[first] and inputs.q not in reached[second]:
             return terms[first], terms[second]
     return None
 
 
 def depends_on_position(node: Node) -> bool:
     """Whether ``node`` is computed from any of b, h, q and k."""
-    return not _cone(node).isdisjoint(node.graph.find_nodes(op="placeholder")[1:5])
+    return not _cone(node).isdisjoint(ScoreMod.of(node.graph).positions)
 
 
 def _rank(node: Any) -> int | None:

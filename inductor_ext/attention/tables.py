@@ -16,9 +16,10 @@ from torch.fx import Graph, Node
 
 from ..core.dynamo_graph import Inserter
 from . import stored  # noqa: F401  (registers gradfuse::stored)
+from .canonical import fake_tensor, placeholders
 from .footprints import Footprint, Positions
 from .reductions import depends_on_position, factors, summed
-from .score_mods import fake_tensor, placeholders
+from .score_mod import ScoreMod
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Tables:
         if node in self.captured:
             done[node] = self._in_working_dtype(node)
         elif node.op == "placeholder":
-            position = grid[placeholders(self.inner)[1:5].index(node)]
+            position = grid[ScoreMod.of(self.inner).positions.index(node)]
             # A position that the footprint does not have cancels (as in ``(q - k) + k``): any value will do.
             done[node] = position if position is not None else self._range(0, [1])
         elif node.target is operator.getitem:
@@ -229,7 +230,7 @@ class Tables:
     # ------------------------------------------------ inside: the read
 
     def _index(self, footprint: Footprint) -> tuple[Any, ...]:
-        _, b, h, q, k = placeholders(self.inner)[:5]
+        b, h, q, k = ScoreMod.of(self.inner).positions
         heads = [b] * footprint.batch + [h] * footprint.head
         if footprint.positions is Positions.NONE:
             return tuple(heads) or (0,)

@@ -21,6 +21,7 @@ from ..core.target import Target
 from ..torch_api.ir import input_buffer, is_aligned
 from ..torch_api.lowering import V
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
+from .score_mod import ScoreMod
 
 aten = torch.ops.aten
 
@@ -72,13 +73,9 @@ class TileTables:
         """The tables themselves, which the template takes as inputs."""
         return [self.captured[t.owner] for t in self.tables]
 
-    def read_by_tile(self, module: GraphModule, inputs: int) -> list[Any]:
-        """Replace, in place, the reads of the tables by inputs of their own; return the placeholders to lower these with.
-
-        ``inputs`` come before the captured tensors in ``module``.
-        """
+    def read_by_tile(self, module: GraphModule, inputs: ScoreMod) -> list[Any]:
+        """Replace, in place, the reads of the tables by inputs of their own; return the placeholders to lower these with."""
         graph = module.graph
-        captured = graph.find_nodes(op="placeholder")[inputs:]
         last = graph.find_nodes(op="placeholder")[-1]
         made = []
         for i, table in enumerate(self.tables):
@@ -86,7 +83,7 @@ class TileTables:
             with graph.inserting_after(last):
                 tile = last = graph.placeholder(f"table_{i}")
             made.append(input_buffer(f"table_{i}", buffer.get_dtype(), buffer.get_device()))
-            for read in _reads(captured[table.owner]):
+            for read in _reads(inputs.captured[table.owner]):
                 tile.meta = dict(read.meta)
                 read.replace_all_uses_with(tile)
                 graph.erase_node(read)
@@ -99,19 +96,19 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
     """The captured tensors that a score_mod reads by tile: pairs, and those that ``kernel_options`` say hold diagonals."""
     antidiagonals = kernel_options.get(ANTIDIAGONAL_OPTION, 0)
     bits = kernel_options.get(DIAGONAL_OPTION, 0) | antidiagonals
-    _, batch, head, query, key, *placeholders = score_mod.graph.find_nodes(op="placeholder")
+    inputs = ScoreMod.of(score_mod.graph)
     found = []
-    for owner, placeholder in enumerate(placeholders):
+    for owner, placeholder in enumerate(inputs.captured):
         reads = [[_root(index) for index in read.args[1]] for read in _reads(placeholder)]
         # A table of integers is what an index is made of: its tile is no term of the scores.
         if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
-        planes = [batch in reads[0], head in reads[0]]
+        planes = [inputs.b in reads[0], inputs.h in reads[0]]
         if (bits >> owner) & 1:
             kind = TableKind.ANTIDIAGONAL if (antidiagonals >> owner) & 1 else TableKind.DIAGONAL
             found.append(TileTable(owner, kind, *planes))
             continue
-        pair = [p for p, used in zip((batch, head), planes, strict=True) if used] + [query, key]
+        pair = [p for p, used in zip((inputs.b, inputs.h), planes, strict=True) if used] + [inputs.q, inputs.k]
         if all(read == pair for read in reads) and tma_takes(captured[owner]):
             found.append(TileTable(owner, TableKind.PAIR, *planes))
     return TileTables(tuple(found), captured)

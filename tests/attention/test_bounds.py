@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.attention.bounds import extents_of, in_range, interval
+from inductor_ext.attention.bounds import in_range, interval
 from inductor_ext.attention.captured_grads import output_nodes
+from inductor_ext.attention.score_mod import ScoreMod
 
 EXTENTS = (2, 3, 7, 11)
 
@@ -14,7 +15,7 @@ EXTENTS = (2, 3, 7, 11)
 def traced(function):
     index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     module = make_fx(function, tracing_mode="fake")(*index)
-    return module, output_nodes(module.graph)[0], extents_of(module, EXTENTS, first=0)
+    return module, output_nodes(module.graph)[0], ScoreMod.of_mask(module.graph).ranges(EXTENTS)
 
 
 def test_relative_position_is_proven():

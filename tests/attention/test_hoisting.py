@@ -195,7 +195,7 @@ def test_hoisting_changes_no_score(body):
         with torch.no_grad():
             before = copy.deepcopy(gm)
             with torch.enable_grad():
-                passes.score_mods.rewrite(gm, Options())
+                passes.canonical.rewrite(gm, Options())
                 passes.hoisting.rewrite(gm, Options())
             compared.append((scores_of(before, inputs), scores_of(gm, inputs)))
         raise Stop

@@ -17,6 +17,7 @@ and the logsumexp is asked for wherever a gradient will need it (the front end f
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from ..core.purity import called, is_pure
 from ..core.report import leave_to_stock, record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
+from .calls import ForwardCall
 from .functional import Impure, functionalise
+from .score_mod import ScoreMod
 
 NAME = "score_mods"
-INPUTS = 5
 
 
 def rewrite(gm: GraphModule, own: Options) -> None:
@@ -43,45 +45,36 @@ def rewrite(gm: GraphModule, own: Options) -> None:
 
 
 def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
-    query, key, value, score_mod, block_mask, scale, kernel_options, *captured = node.args
-    score_captured, mask_captured = (list(c) for c in [*captured, (), ()][:2])
-    module = getattr(gm, score_mod.target)
+    call = ForwardCall.of(node)
+    captured = list(call.captured)
+    module = getattr(gm, call.score_mod.target)
     graph = Graph()
     copies: dict[Node, Node] = {}
     returned = graph.graph_copy(module.graph, copies)
     graph.output(returned)
     done: list[str] = []
 
-    new_score_mod, outer = score_mod, Inserter(gm.graph, node)
+    new_score_mod, outer = call.score_mod, Inserter(gm.graph, node)
     try:
         done += functionalise(graph)
         with gm.graph.inserting_before(node):
             _lookups(graph, done)
             _flatten_nested_indexing(graph, done)
-            score_captured = _compute_outside(outer, graph, score_captured, done)
-            score_captured = drop_unused(graph, score_captured, done)
-            score_captured = _detach_frozen(outer, graph, score_captured)
-            score_captured = _index_scalars(outer, graph, score_captured, query, done)
+            captured = _compute_outside(outer, graph, captured, done)
+            captured = drop_unused(graph, captured, done)
+            captured = _detach_frozen(outer, graph, captured)
+            captured = _index_scalars(outer, graph, captured, call.query, done)
             _connect_score(graph, done)
-            new_score_mod = install(gm, score_mod.target, GraphModule(module, graph))
+            new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     except Impure as error:
         why = f"the score_mod is left as it is: {error}"
         leave_to_stock(own.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
 
-    kernel_options = dict(kernel_options)
-    if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([query, key, value, *score_captured]):
+    kernel_options = dict(call.kernel_options)
+    if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([call.query, call.key, call.value, *captured]):
         kernel_options["OUTPUT_LOGSUMEXP"] = True
-    node.args = (
-        query,
-        key,
-        value,
-        new_score_mod,
-        block_mask,
-        scale,
-        kernel_options,
-        tuple(score_captured),
-        tuple(mask_captured),
-    )
+    rewritten = replace(call, score_mod=new_score_mod, kernel_options=kernel_options, captured=tuple(captured))
+    node.args = rewritten.operands()
     if done:
         record(NAME, "flex_attention", "rewritten", "; ".join(done), user_line(node))
 
@@ -108,7 +101,7 @@ def needs_grad(operands: list[Any]) -> bool:
 
 
 def placeholders(graph: Graph) -> list[Node]:
-    """The inputs of a graph; of a score_mod's: score, b, h, q, k, then the captured tensors."""
+    """The inputs of a graph."""
     return list(graph.find_nodes(op="placeholder"))
 
 
@@ -166,7 +159,7 @@ def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[A
             learned.add(node)
             pending += node.all_input_nodes
     result = []
-    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+    for placeholder, operand in zip(ScoreMod.of(graph).captured, captured, strict=True):
         if placeholder not in learned and needs_grad([operand]):
             operand = outer.method("detach", operand)
             placeholder.meta = {**placeholder.meta, "example_value": operand.meta["example_value"]}
@@ -176,14 +169,14 @@ def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[A
 
 def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
     """Move what depends on captured tensors alone out of the score_mod, as new operands."""
-    entries = placeholders(graph)
-    position = set(entries[:INPUTS])
-    operands = dict(zip(entries[INPUTS:], captured, strict=True))
+    inputs = ScoreMod.of(graph)
+    of_a_score = {inputs.score, *inputs.positions}
+    operands = dict(zip(inputs.captured, captured, strict=True))
     movable: dict[Node, bool] = {p: True for p in operands}
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op in ("call_function", "call_method") and inputs and is_pure(node):
-            movable[node] = not position & set(inputs) and all(movable.get(i, False) for i in inputs)
+        sources = node.all_input_nodes
+        if node.op in ("call_function", "call_method") and sources and is_pure(node):
+            movable[node] = of_a_score.isdisjoint(sources) and all(movable.get(i, False) for i in sources)
 
     moved: dict[Node, Node] = {}
 
@@ -221,7 +214,7 @@ def _widened(outer: Inserter, operand: Any) -> Any:
 def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
     """Remove captured tensors that a score_mod does not read; return the others."""
     kept = []
-    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+    for placeholder, operand in zip(ScoreMod.of(graph).captured, captured, strict=True):
         if placeholder.users:
             kept.append(operand)
         else:
@@ -234,7 +227,7 @@ def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]
 def _index_scalars(outer: Inserter, graph: Graph, captured: list[Any], query: Node, done: list[str]) -> list[Any]:
     """Capture a 0-d tensor as a vector of one element, on the query's device, and index it."""
     result = []
-    for placeholder, operand in zip(placeholders(graph)[INPUTS:], captured, strict=True):
+    for placeholder, operand in zip(ScoreMod.of(graph).captured, captured, strict=True):
         value = fake_tensor(operand)
         if value is not None and value.dim() == 0:
             device = fake_tensor(query).device if fake_tensor(query) is not None else value.device
@@ -253,16 +246,16 @@ def _index_scalars(outer: Inserter, graph: Graph, captured: list[Any], query: No
 
 def _connect_score(graph: Graph, done: list[str]) -> None:
     """Make an output that does not depend on the score formally depend on it, without changing value or gradient."""
-    score, _, _, q_index, _ = placeholders(graph)[:INPUTS]
+    inputs = ScoreMod.of(graph)
     output = graph.find_nodes(op="output")[0]
-    reached = {score}
+    reached = {inputs.score}
     for node in graph.nodes:
         if reached & set(node.all_input_nodes):
             reached.add(node)
     if output in reached:
         return
     with graph.inserting_before(output):
-        always = graph.call_function(operator.ge, (q_index, 0))
-        connected = graph.call_function(torch.where, (always, output.args[0], score))
+        always = graph.call_function(operator.ge, (inputs.q, 0))
+        connected = graph.call_function(torch.where, (always, output.args[0], inputs.score))
     output.args = (connected,)
     done.append("output without the score connected to it")

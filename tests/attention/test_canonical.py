@@ -12,7 +12,7 @@ from tests.support.dynamo_graphs import after
 def rewritten(score_mod, *, needs_grad=True):
     """What the rewrite makes of a score_mod: FX graph, kernel options, number of operands, notes."""
     query = torch.randn(1, 2, 8, 16, requires_grad=needs_grad)
-    seen = after(passes.score_mods, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
+    seen = after(passes.canonical, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
     node, notes = seen["node"], [d.why for d in seen["decisions"]]
     return {"graph": seen["graph"], "options": node.args[6], "operands": len(node.args[7]), "notes": "".join(notes[:1])}
 
