@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inductor_ext.attention.captured import CapturedGradients, Kind, Plan
+from inductor_ext.attention.captured import CapturedGradients, Plan
+from inductor_ext.attention.kinds import Reduction
 from inductor_ext.attention.tiles import backward_config, forward_config
 from tests.attention.attention_kernels import ATTENTIONS, sources
 from tests.mlstm.test_compiled import emitted
@@ -110,7 +111,7 @@ STOCK = {
 
 def gradients(*kinds):
     """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
-    axes = {Kind.SUM: (False, True, False, False)}
+    axes = {Reduction.SUM: (False, True, False, False)}
     plans = [Plan(i, None, k, axes.get(k, (True,) * 4), False, False, None, wide=False) for i, k in enumerate(kinds)]
     return CapturedGradients({}, plans=plans)
 
@@ -118,8 +119,8 @@ def gradients(*kinds):
 CAPTURED = {
     "unmasked": gradients(),
     "causal": gradients(),
-    "relative": gradients(Kind.STRIP),
-    "scaled_and_gathered": gradients(Kind.SUM, Kind.SCATTER),
+    "relative": gradients(Reduction.STRIP),
+    "scaled_and_gathered": gradients(Reduction.SUM, Reduction.SCATTER),
 }
 
 

@@ -28,8 +28,8 @@ from . import common, score_graphs
 from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
 from .captured_grads import JointGraph, NotUnderstood, returning, take_apart
-from .diagonals import STRIP_ROWS
 from .forward import mask_subgraph, score_subgraph
+from .kinds.diagonals import STRIP_ROWS
 from .score_mod import ScoreMod
 from .tile_tables import TileTables, tile_tables
 from .tiles import backward_config

@@ -12,12 +12,10 @@ any of these, deterministic               PARTIAL  into a workspace, summed afte
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -30,23 +28,12 @@ from ..torch_api.sizes import statically_known_true
 from . import common, deterministic, score_graphs
 from .calls import lengths
 from .captured_grads import Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
-from .diagonals import STRIP_ROWS, strip_shape
+from .kinds import PAIR, Reduction
+from .kinds.diagonals import STRIP_ROWS, strip_shape
 from .score_mod import ScoreMod
-from .tile_tables import TableKind, TileTable, TileTables
+from .tile_tables import TileTable, TileTables
 
 aten = torch.ops.aten
-
-
-class Kind(enum.Enum):
-    """How a contribution reaches memory; the value is what the report says."""
-
-    STORE = "stored by its one writer"
-    STRIP = "tiles added to a strip"
-    DIAGONAL = "summed along the diagonals of a tile"
-    BLOCK = "tiles added"
-    SUM = "summed in registers"
-    SCATTER = "one fp32 add a score"
-    PARTIAL = "partial sums in a fixed order"
 
 
 class NotInOrder(Exception):
@@ -64,7 +51,7 @@ class Plan:
 
     owner: int
     contribution: Contribution
-    kind: Kind
+    reduction: Reduction
     axes: tuple[bool, ...]
     plain: bool
     checked: bool
@@ -73,15 +60,15 @@ class Plan:
     address: GraphModule | None = None
 
     @property
-    def diagonal(self) -> bool:
-        """Whether the tensor holds a diagonal."""
-        return self.table is not None and self.table.kind is not TableKind.PAIR
+    def as_vector(self) -> bool:
+        """Whether the tensor is a table of which a tile reads one vector."""
+        return self.table is not None and self.table.kind.as_vector
 
     @property
     def moved_by_tma(self) -> bool:
         """Whether whole tiles go to the gradient of a table of pairs."""
-        by_tile = self.kind in (Kind.BLOCK, Kind.STORE)
-        return by_tile and self.table is not None and self.table.kind is TableKind.PAIR
+        by_tile = self.reduction in (Reduction.BLOCK, Reduction.STORE)
+        return by_tile and self.table is not None and self.table.kind is PAIR
 
 
 @dataclass
@@ -120,18 +107,18 @@ class CapturedGradients:
     @property
     def note(self) -> str:
         """For the report."""
-        kinds = [plan.kind.value for plan in self.plans]
-        return f"{len(kinds)} contributions to captured gradients" + (": " + ", ".join(kinds) if kinds else "")
+        how = [plan.reduction.value for plan in self.plans]
+        return f"{len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "")
 
     @property
     def wide_tiles(self) -> bool:
         """Whether tiles of some captured tensor, four bytes an element, take part in the pipeline."""
-        return any(all(plan.axes[2:]) and plan.wide and not plan.diagonal for plan in self.plans)
+        return any(all(plan.axes[2:]) and plan.wide and not plan.as_vector for plan in self.plans)
 
     @property
     def gathers(self) -> bool:
         """Whether some contribution is one add for each score, at a place that has to be computed."""
-        return any(plan.kind is Kind.SCATTER and not plan.plain for plan in self.plans)
+        return any(plan.reduction is Reduction.SCATTER and not plan.plain for plan in self.plans)
 
     @property
     def moves_blocks(self) -> bool:
@@ -146,12 +133,12 @@ class CapturedGradients:
     @property
     def has_strips(self) -> bool:
         """Whether tiles are added to a strip."""
-        return any(plan.kind is Kind.STRIP for plan in self.plans)
+        return any(plan.reduction is Reduction.STRIP for plan in self.plans)
 
     @property
     def sums_along_keys(self) -> bool:
         """Whether some contribution is one value a query, which query programs sum in registers."""
-        return any(plan.kind is Kind.SUM and plan.axes[2] for plan in self.plans)
+        return any(plan.reduction is Reduction.SUM and plan.axes[2] for plan in self.plans)
 
     def options(self) -> dict[str, Any]:
         """The template's options: bit i of each mask speaks of contribution i."""
@@ -159,18 +146,18 @@ class CapturedGradients:
         def mask(holds: Callable[[Plan], Any]) -> int:
             return sum(1 << i for i, plan in enumerate(self.plans) if holds(plan))
 
-        strips = mask(lambda p: p.kind is Kind.STRIP)
+        strips = mask(lambda p: p.reduction is Reduction.STRIP)
         return {
             "NUM_CONTRIBUTIONS": len(self.plans),
             "CHECKED_CONTRIBUTIONS": mask(lambda p: p.checked),
             "QUERY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[2]),
             "KEY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[3]),
-            "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.STORE),
-            "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.kind is Kind.PARTIAL),
+            "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.reduction is Reduction.STORE),
+            "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.reduction is Reduction.PARTIAL),
             "STRIPS": strips,
             "BLOCK_CONTRIBUTIONS": mask(lambda p: p.moved_by_tma),
-            "DIAGONAL_CONTRIBUTIONS": mask(lambda p: p.diagonal and p.kind is not Kind.STORE),
-            "ANTIDIAGONAL_CONTRIBUTIONS": mask(lambda p: p.table and p.table.kind is TableKind.ANTIDIAGONAL),
+            "DIAGONAL_CONTRIBUTIONS": mask(lambda p: p.as_vector and p.reduction is not Reduction.STORE),
+            "ANTIDIAGONAL_CONTRIBUTIONS": mask(lambda p: p.table and p.table.kind.name == "antidiagonal"),
             "CONTRIBUTIONS_BY_BATCH": mask(lambda p: p.axes[0]),
             "CONTRIBUTIONS_BY_HEAD": mask(lambda p: p.axes[1]),
             "STRIP_ROWS": STRIP_ROWS,
@@ -186,28 +173,28 @@ class CapturedGradients:
         targets: dict[int, Any] = {}
         for owner, (learned, tensor) in enumerate(zip(self.learned, tensors, strict=True)):
             plans = [i for i, plan in enumerate(self.plans) if plan.owner == owner]
-            kinds = {self.plans[i].kind for i in plans}
-            if Kind.PARTIAL in kinds:
+            if any(self.plans[i].reduction is Reduction.PARTIAL for i in plans):
                 self.buffers.append(None)
                 for i in plans:
                     plan = self.plans[i]
-                    if plan.diagonal:
-                        targets[i] = deterministic.diagonal_workspace(extents, device, tilings)
+                    if plan.as_vector:
+                        targets[i] = plan.table.kind.workspace(extents, device, tilings)
                     else:
                         targets[i] = deterministic.workspace(plan.axes, extents, device, zeroed=not unmasked)
                 continue
-            self.buffers.append(self._buffer(kinds, tensor, device, unmasked) if learned else None)
+            self.buffers.append(self._buffer([self.plans[i] for i in plans], tensor, device, unmasked) if learned else None)
             targets.update(dict.fromkeys(plans, self.buffers[-1]))
         self.targets = [targets[i] for i in range(len(self.plans))]
 
-    def _buffer(self, kinds: set[Kind], tensor: Any, device: torch.device, unmasked: bool) -> Any:
+    def _buffer(self, plans: list[Plan], tensor: Any, device: torch.device, unmasked: bool) -> Any:
         size = tensor.get_size()
-        if Kind.STORE in kinds and unmasked:
+        one_writer = any(plan.reduction is Reduction.STORE for plan in plans)
+        if one_writer and unmasked:
             return empty_strided(size, contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
-        if Kind.STORE in kinds:
+        if one_writer:
             return full(size, 0, tensor.get_dtype(), device)
-        if Kind.STRIP in kinds:
-            size = [sympy.prod(size[:-1]), STRIP_ROWS, strip_shape(*self.lengths)[1]]
+        if plans and plans[0].table is not None:
+            return plans[0].table.kind.buffer(plans[0].reduction, size, self.lengths, device)
         return full(size, 0, torch.float32, device)
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -216,9 +203,10 @@ class CapturedGradients:
         for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
             total = buffer
             plans = [(plan, target) for plan, target in zip(self.plans, self.targets, strict=True) if plan.owner == owner]
-            if plans and plans[0][0].kind is Kind.STRIP:
-                total = lowerings[aten.reshape](_fold(buffer, plans[0][0].table, self.lengths), tensor.get_size())
-            for plan, target in plans if plans and plans[0][0].kind is Kind.PARTIAL else ():
+            first = plans[0][0] if plans else None
+            if first is not None and first.table is not None and buffer is not None:
+                total = first.table.kind.folded(buffer, first.reduction, tensor.get_size(), self.lengths)
+            for plan, target in plans if first is not None and first.reduction is Reduction.PARTIAL else ():
                 part = self._in_order(plan, target, tensor, tensors)
                 total = part if total is None else lowerings[aten.add](total, part)
             convert = lowerings[torch.ops.prims.convert_element_type]
@@ -227,8 +215,8 @@ class CapturedGradients:
 
     def _in_order(self, plan: Plan, target: Any, tensor: Any, tensors: Sequence[Any]) -> Any:
         """The gradient that a workspace of partial sums adds up to."""
-        if plan.diagonal:
-            return deterministic.summed_diagonals(target, plan.axes)
+        if plan.as_vector:
+            return plan.table.kind.total(target, plan.axes)
         total = deterministic.summed(target, plan.axes)
         if plan.plain:
             return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
@@ -263,30 +251,27 @@ def plan_gradients(
             axes = axes_of(joint.module, contribution)
             plain = deterministic.is_plain(contribution, result.ranges)
             if once:
-                kind = Kind.STORE
+                reduction = Reduction.STORE
             elif in_order:
-                kind = Kind.PARTIAL
+                reduction = Reduction.PARTIAL
                 if depends_on_score(joint.module, contribution):
                     raise NotInOrder
             else:
-                kind = _added(table, axes, tma_allowed, result.lengths)
+                reduction = _added(table, axes, tma_allowed, result.lengths)
             wide = tensor.get_dtype().itemsize >= 4
             address = None
-            if kind is Kind.PARTIAL and not plain:
+            if reduction is Reduction.PARTIAL and not plain:
                 address, _ = score_graphs.address(joint.module, contribution, shape, result.ranges)
                 score_graphs.clamp_reads(address, ScoreMod.of_joint(address.graph).ranges(lengths(node)))
-            result.plans.append(Plan(owner, contribution, kind, axes, plain, checked, table, wide, address))
+            result.plans.append(Plan(owner, contribution, reduction, axes, plain, checked, table, wide, address))
     return result
 
 
-def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Kind:
+def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Reduction:
     """How a contribution with several writers is added in memory."""
-    if table is None:
-        return Kind.SCATTER if all(axes[2:]) else Kind.SUM
-    if table.kind is TableKind.PAIR:
-        return Kind.BLOCK if tma_allowed else Kind.SCATTER
-    known = all(isinstance(n, (int, sympy.Integer)) for n in lengths)
-    return Kind.STRIP if tma_allowed and known else Kind.DIAGONAL
+    if table is not None:
+        return table.kind.reduction(tma_allowed, lengths)
+    return Reduction.SCATTER if all(axes[2:]) else Reduction.SUM
 
 
 def _inline(
@@ -323,27 +308,3 @@ def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ra
     whole = all(statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
     rest = [n for position, n in ranges.items() if position not in indices]
     return whole and len(set(indices)) == len(indices) and all(statically_known_true(n == 1) for n in rest)
-
-
-def _fold(strip: Any, table: TileTable, lengths: tuple[Any, Any]) -> Any:
-    """A strip [planes, STRIP_ROWS, columns] that tiles were added to, summed along its diagonals: [planes, Q + K - 1].
-
-    Rows are read with a stride of one more (for ``k - q``) or less, so that each starts a column later or earlier.
-    """
-    queries, keys = lengths
-    planes, rows, width = strip.get_size()
-    antidiagonal = table.kind is TableKind.ANTIDIAGONAL
-    offset, skewed = strip_shape(queries, keys)[0], width - 1 if antidiagonal else width + 1
-    flat = lowerings[aten.reshape](strip, [planes, rows * width])
-    if antidiagonal:
-        flat = lowerings[aten.slice](flat, 1, 0, rows * skewed)
-    else:
-        flat = lowerings[aten.constant_pad_nd](flat, [0, rows], 0.0)
-    sums = lowerings[aten.sum](lowerings[aten.reshape](flat, [planes, rows, skewed]), axis=[1])
-    if antidiagonal:
-        return lowerings[aten.slice](sums, 1, rows, rows + queries + keys - 1)
-    ahead = lowerings[aten.slice](sums, 1, offset, offset + keys)
-    behind = lowerings[aten.slice](sums, 1, offset - queries + 1, offset)
-    # Not a cat, which torch 2.13 takes for two halves of one reduction to be merged, and fails at.
-    padded = [(ahead, [0, queries - 1]), (behind, [keys, 0])]
-    return lowerings[aten.add](*(lowerings[aten.constant_pad_nd](part, padding, 0.0) for part, padding in padded))

@@ -14,14 +14,14 @@ from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V, empty
 from ..torch_api.sizes import FloorDiv, Mod, hint
+from . import descriptor
 from .calls import BackwardCall, ForwardCall
-from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 
 #: The sparse block size that flex_attention makes up where there is no block mask.
 NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
 #: Decided by the lowering, whatever the user's kernel_options wish.
-_OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", DIAGONAL_OPTION, ANTIDIAGONAL_OPTION)
+_OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", descriptor.OPTION)
 
 
 #: What a user can do about a score_mod or mask_mod that has no kernel.

@@ -5,7 +5,7 @@
     query                       [B, H, Q]                        summed over b or h where the place does not depend on it
     key                         [B, H, K]                        the same
     both                        [B, H, Q, K]                     the same
-    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles
+    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles (attention/kinds)
 
 Where the place is more than a position in every dim (``t[h, k]``, constants allowed) or a hoisted diagonal's distance,
 ATen's sorted ``index_put`` scatters the sums to it.
@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Node
 from ..core import subgraphs
 from ..torch_api.ir import add_in_order, contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
-from ..torch_api.sizes import FloorDiv
 from .captured_grads import Contribution
 
 aten = torch.ops.aten
@@ -98,21 +97,3 @@ def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: 
     flat = full([sympy.prod(list(shape))], 0, torch.float32, device)
     places, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
     return lowerings[aten.reshape](add_in_order(flat, places, values), list(shape))
-
-
-def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
-    """The workspace of a diagonal's contribution: [parts, B, H, query tiles, Q + K - 1].
-
-    A tile is summed along its diagonals in parts of one tile of keys each, so that the same part of the next tile touches
-    none of the same distances: an element has one writer.
-    """
-    batch, heads, queries, keys = extents
-    shortest = min(t["BLOCK_M2"] for t in tilings)
-    tiles = FloorDiv(queries + shortest - 1, shortest)
-    parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
-    return full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
-
-
-def summed_diagonals(partials: Any, axes: Sequence[bool]) -> Any:
-    """A diagonal's workspace as the gradient of its table, [b?, h?, Q + K - 1]."""
-    return lowerings[aten.sum](partials, axis=[0, *(axis + 1 for axis in (0, 1) if not axes[axis]), 3])

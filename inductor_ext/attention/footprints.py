@@ -1,7 +1,7 @@
 """What does an expression in a score_mod depend on?
 
 Every node of a score_mod's FX graph gets a **footprint**: whether it depends on the batch, on the head, on the score, and
-one element of this lattice for the query and key positions:
+one element of this lattice (attention/kinds) for the query and key positions:
 
                  PAIR                      both, in no way that we know
       /      /          \\        \\
@@ -17,7 +17,6 @@ Every other pointwise op joins its inputs' footprints, and indexing joins those 
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import operator
@@ -32,25 +31,9 @@ from torch.fx import Graph, Node
 from ..core.integers import exact_integers
 from ..torch_api.graph import OpOverload
 from ..torch_api.sizes import ValueRanges, bound_sympy
+from .kinds import COLUMN, NONE, PAIR, ROW, FootprintKind, K, Q, join, recognise
 from .reductions import factors, summed
 from .score_mod import ScoreMod
-
-
-class Positions(enum.Enum):
-    """Which of the query and key positions, and how."""
-
-    NONE = "none"
-    ROW = "row"
-    COLUMN = "column"
-    DIAGONAL = "diagonal"
-    ANTIDIAGONAL = "antidiagonal"
-    PAIR = "pair"
-
-    def join(self, other: Positions) -> Positions:
-        """The least upper bound."""
-        if other in (self, Positions.NONE):
-            return self
-        return other if self is Positions.NONE else Positions.PAIR
 
 
 @dataclass(frozen=True)
@@ -59,7 +42,7 @@ class Footprint:
 
     batch: bool = False
     head: bool = False
-    positions: Positions = Positions.NONE
+    kind: FootprintKind = NONE
     score: bool = False
     unknown: bool = False
 
@@ -68,7 +51,7 @@ class Footprint:
         return Footprint(
             self.batch or other.batch,
             self.head or other.head,
-            self.positions.join(other.positions),
+            join(self.kind, other.kind),
             self.score or other.score,
             self.unknown or other.unknown,
         )
@@ -76,20 +59,19 @@ class Footprint:
     @property
     def has_key(self) -> bool:
         """Whether it may differ along a row of scores; if not, softmax does not see it as an additive term."""
-        return self.unknown or self.score or self.positions not in (Positions.NONE, Positions.ROW)
+        return self.unknown or self.score or self.kind not in (NONE, ROW)
 
     def __str__(self) -> str:
         if self.unknown:
             return "unknown"
         axes = [name for name, used in (("batch", self.batch), ("head", self.head), ("score", self.score)) if used]
-        return "+".join([*axes, self.positions.value])
+        return "+".join([*axes, self.kind.name])
 
 
 NOTHING = Footprint()
-UNKNOWN = Footprint(True, True, Positions.PAIR, True, True)
+UNKNOWN = Footprint(True, True, PAIR, True, True)
 
-B, H, Q, K = sympy.symbols("b h q k", integer=True)
-_D = sympy.Symbol("d", integer=True)
+B, H = sympy.symbols("b h", integer=True)
 
 
 class _Value(NamedTuple):
@@ -186,8 +168,8 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
         inputs.score: _Value(Footprint(score=True)),
         inputs.b: _Value(Footprint(batch=True), B),
         inputs.h: _Value(Footprint(head=True), H),
-        inputs.q: _Value(Footprint(positions=Positions.ROW), Q),
-        inputs.k: _Value(Footprint(positions=Positions.COLUMN), K),
+        inputs.q: _Value(Footprint(kind=ROW), Q),
+        inputs.k: _Value(Footprint(kind=COLUMN), K),
         **{c: _Value(NOTHING, _size_symbol(c)) for c in inputs.captured},
     }
     atoms: dict[sympy.Symbol, Footprint] = {}
@@ -195,7 +177,7 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
     for node in graph.nodes:
         if node not in values and node.op != "output":
             value = _evaluate(node, values, atoms, ranges)
-            if value.polynomial is None and _exact(node) and value.footprint.positions is not Positions.PAIR:
+            if value.polynomial is None and _exact(node) and value.footprint.kind is not PAIR:
                 atom = sympy.Symbol(f"n{next(counter)}", integer=True)
                 atoms[atom] = value.footprint
                 ranges.add(atom, _dtype(node))
@@ -257,7 +239,7 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
         return _Value(NOTHING if not any(isinstance(a, Node) for a in node.args[1:]) else joined)
     if summed(node) is not None:
         # Anything but an inner product would hold a vector for every pair.
-        return _Value(joined if joined.positions is not Positions.PAIR or factors(node) is not None else UNKNOWN)
+        return _Value(joined if joined.kind is not PAIR or factors(node) is not None else UNKNOWN)
     binary = name in _BINARY_ONLY and len(node.args) == 2 and all(isinstance(a, Node) for a in node.args)
     if name not in POINTWISE | _CASTS and not binary:
         return _Value(UNKNOWN)
@@ -347,18 +329,8 @@ def _footprint(polynomial: sympy.Expr, joined: Footprint, atoms: dict[sympy.Symb
     polynomial = sympy.expand(polynomial)
     symbols = polynomial.free_symbols
     opaque = functools.reduce(Footprint.join, (atoms[s] for s in symbols if s in atoms), NOTHING)
-    own = Footprint(B in symbols, H in symbols, _positions(polynomial))
+    own = Footprint(B in symbols, H in symbols, recognise(polynomial))
     return replace(own.join(opaque), score=joined.score)
-
-
-def _positions(polynomial: sympy.Expr) -> Positions:
-    symbols = polynomial.free_symbols
-    if Q not in symbols or K not in symbols:
-        return Positions.ROW if Q in symbols else Positions.COLUMN if K in symbols else Positions.NONE
-    for positions, key in ((Positions.DIAGONAL, Q + _D), (Positions.ANTIDIAGONAL, _D - Q)):
-        if Q not in sympy.expand(polynomial.subs(K, key)).free_symbols:
-            return positions
-    return Positions.PAIR
 
 
 def join_all(items: Iterable[Footprint]) -> Footprint:

@@ -11,7 +11,7 @@ Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K val
     column        [B?, H?, K]               t[b, h, k]
     diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
-    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, of lookups or dear functions)
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, of lookups or expensive functions)
 
 Rules, in this order:
     a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
@@ -40,10 +40,11 @@ from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
 from .canonical import drop_unused, fake_tensor, install, needs_grad
-from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
+from .descriptor import described
 from .expressions import expression
-from .footprints import Footprint, Positions, footprints, inexact_integers, join_all, name_of, names
+from .footprints import Footprint, footprints, inexact_integers, join_all, name_of, names
 from .functional import impurity
+from .kinds import NONE, PAIR, FootprintKind
 from .score_mod import ScoreMod
 from .tables import Tables
 
@@ -51,9 +52,7 @@ NAME = "hoisting"
 
 _SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
 #: Ops that cost a kernel more than reading a table does.
-_DEAR = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
-#: Footprints that cost a table of their own, so that cheap arithmetic on what is read already stays in the kernel.
-_WIDE = (Positions.DIAGONAL, Positions.ANTIDIAGONAL, Positions.PAIR)
+_EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
 #: Elements of the largest table of pairs that is made (16 MB, which stays in a GPU's L2). Such a table costs a read of H·Q·K
 #: elements and the gradient's tiles; the expression in the kernel costs B·H·Q·K lookups, and as many atomics backward.
 LARGEST_PAIR_TABLE = 2**22
@@ -102,15 +101,8 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
         if anchors:
             query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
         new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
-    bits = {Positions.DIAGONAL: 0, Positions.ANTIDIAGONAL: 0}
-    for i, operand in enumerate(captured):
-        if operand in tables.diagonals:
-            bits[tables.diagonals[operand]] |= 1 << i
-    kernel_options = {
-        **call.kernel_options,
-        DIAGONAL_OPTION: bits[Positions.DIAGONAL],
-        ANTIDIAGONAL_OPTION: bits[Positions.ANTIDIAGONAL],
-    }
+    made = {i: tables.kinds[operand] for i, operand in enumerate(captured) if operand in tables.kinds}
+    kernel_options = {**call.kernel_options, **described(made)}
     rewritten = {"query": query, "score_mod": new_score_mod, "kernel_options": kernel_options, "captured": tuple(captured)}
     node.args = replace(call, **rewritten).operands()
     for path, why in hoist.done:
@@ -220,12 +212,12 @@ class _Hoist:
             if root not in self.footprints or self._hoistable(root):
                 continue
             terms = self._terms(root)
-            groups: dict[Positions, list[tuple[int, Node]]] = {}
+            groups: dict[FootprintKind, list[tuple[int, Node]]] = {}
             for sign, n in terms:
                 if isinstance(n, Node) and self._mergeable(n):
-                    groups.setdefault(self.footprints[n].positions, []).append((sign, n))
-            if Positions.NONE in groups and len(groups) > 1:
-                none = groups.pop(Positions.NONE)
+                    groups.setdefault(self.footprints[n].kind, []).append((sign, n))
+            if NONE in groups and len(groups) > 1:
+                none = groups.pop(NONE)
                 groups[next(iter(groups))] += none
             merged = [group for group in groups.values() if len(group) > 1]
             if not merged:
@@ -259,7 +251,7 @@ class _Hoist:
             and footprint is not None
             and not footprint.unknown
             and not footprint.score
-            and (footprint.positions is not Positions.PAIR or self._small(footprint) or self._sums_vectors(node))
+            and (footprint.kind is not PAIR or self._small(footprint) or self._sums_vectors(node))
             and value is not None
             and value.dim() == 0
             and value.is_floating_point()
@@ -269,7 +261,7 @@ class _Hoist:
         """Whether a term of a sum may share a table; a plain pair is better read where it is."""
         if not self._hoistable(node) or not self._reads_tables(node):
             return False
-        return self.footprints[node].positions is not Positions.PAIR or self._worth_hoisting(node)
+        return self.footprints[node].kind is not PAIR or self._worth_hoisting(node)
 
     def _sums_vectors(self, node: Node) -> bool:
         """Whether a number is computed from whole rows of captured tensors, which no kernel can do for every score."""
@@ -283,10 +275,10 @@ class _Hoist:
     def _worth_hoisting(self, node: Node) -> bool:
         if not self._hoistable(node) or not self._reads_tables(node) or self._plain_read(node) or node in self.reads:
             return False
-        if self.footprints[node].positions not in _WIDE or self._sums_vectors(node):
+        if not self.footprints[node].kind.expensive or self._sums_vectors(node):
             return True
-        wide = [n for n in self._cone(node) if self.footprints[n].positions in _WIDE]
-        return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _DEAR for n in wide)
+        wide = [n for n in self._cone(node) if self.footprints[n].kind.expensive]
+        return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 
     def _plain_read(self, node: Node) -> bool:
         """Whether a node is already ``table[positions and constants]``."""

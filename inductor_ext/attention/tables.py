@@ -17,7 +17,9 @@ from torch.fx import Graph, Node
 from ..core.dynamo_graph import Inserter
 from . import stored  # noqa: F401  (registers gradfuse::stored)
 from .canonical import fake_tensor, placeholders
-from .footprints import Footprint, Positions
+from .footprints import Footprint
+from .kinds import FootprintKind
+from .kinds.base import arithmetic
 from .reductions import depends_on_position, factors, summed
 from .score_mod import ScoreMod
 
@@ -30,7 +32,7 @@ class Tables:
     captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
     range, so that lookups must not assert.
-    operands: what the score_mod captures beside ``captured`` from now on. diagonals: which of them hold one.
+    operands: what the score_mod captures beside ``captured`` from now on, and ``kinds`` of them.
     """
 
     outer: Inserter
@@ -41,7 +43,7 @@ class Tables:
     inexact: set[Node]
     masked: bool
     operands: list[Node] = field(default_factory=list)
-    diagonals: dict[Node, Positions] = field(default_factory=dict)
+    kinds: dict[Node, FootprintKind] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
     _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     _cast: dict[Node, Node] = field(default_factory=dict)
@@ -71,16 +73,14 @@ class Tables:
         table = self.outer.method("contiguous", table)
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
-        if footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL):
-            self.diagonals[table] = footprint.positions
+        self.kinds[table] = footprint.kind
         self.operands.append(table)
         return placeholder, self._describe(footprint, grid[-1])
 
     def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
         """The axes of a table, and its bytes where the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
-        along = {Positions.NONE: [], Positions.ROW: ["Q"], Positions.COLUMN: ["K"], Positions.PAIR: ["Q", "K"]}
-        axes = [*names, *along.get(footprint.positions, ["Q + K - 1"])] or ["1"]
+        axes = [*names, *footprint.kind.axes()] or ["1"]
         if not all(isinstance(n, int) for n in shape):
             return f"[{', '.join(axes)}]"
         return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
@@ -98,14 +98,7 @@ class Tables:
         """The shape of a footprint's table; sizes that are not known are nodes of the outer graph."""
         queries, keys = self._size("query", 2), self._size("key", 2)
         lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
-        along = {
-            Positions.NONE: [],
-            Positions.ROW: [queries],
-            Positions.COLUMN: [keys],
-            Positions.PAIR: [queries, keys],
-        }.get(footprint.positions)
-        if along is None:
-            along = [self._arithmetic(operator.sub, self._arithmetic(operator.add, queries, keys), 1)]
+        along = footprint.kind.shape(self.outer, queries, keys)
         return [*lengths, *along] or [1]
 
     def _grid(self, footprint: Footprint) -> tuple[Any, ...]:
@@ -115,34 +108,9 @@ class Tables:
             axes = [self._range(axis, shape) for axis in range(len(shape))]
             b = axes.pop(0) if footprint.batch else None
             h = axes.pop(0) if footprint.head else None
-            q, k = self._positions(footprint.positions, axes, self._size("query", 2), self._size("key", 2))
+            q, k = footprint.kind.coordinates(self.outer, axes, self._size("query", 2), self._size("key", 2))
             self._grids[footprint] = (b, h, q, k, tuple(shape))
         return self._grids[footprint]
-
-    def _positions(self, positions: Positions, axes: list[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """The query and the key that stand for each element along the last axis of a table (the last two of a pair)."""
-        if positions is Positions.NONE:
-            return None, None
-        if positions is Positions.PAIR:
-            return axes[0], axes[1]
-        (along,) = axes
-        if positions is Positions.ROW:
-            return along, None
-        if positions is Positions.COLUMN:
-            return None, along
-        call, last = self.outer.function, self._arithmetic(operator.sub, queries, 1)
-        if positions is Positions.ANTIDIAGONAL:
-            q = self.outer.method("clamp", along, max=last)
-            return q, call(operator.sub, along, q)
-        # Negative distances stand at the end, where a negative index finds them whatever the length is.
-        total = self._arithmetic(operator.add, last, keys)
-        ahead = call(operator.lt, along, keys)
-        distance = call(torch.where, ahead, along, call(operator.sub, along, total))
-        negative = call(operator.neg, distance)
-        return tuple(self.outer.method("clamp", x, min=0) for x in (negative, distance))
-
-    def _arithmetic(self, op: Any, x: Any, y: Any) -> Any:
-        return op(x, y) if isinstance(x, int) and isinstance(y, int) else self.outer.function(op, x, y)
 
     def _range(self, axis: int, shape: list[Any]) -> Node:
         device = fake_tensor(self.query).device
@@ -219,7 +187,7 @@ class Tables:
         negative = self.outer.function(operator.lt, index, 0)
         wrapped = self.outer.function(operator.add, index, size)
         index = self.outer.function(torch.where, negative, wrapped, index)
-        last = self._arithmetic(operator.sub, size, 1)
+        last = arithmetic(self.outer, operator.sub, size, 1)
         return self.outer.method("clamp", index, min=0, max=last)
 
     def elements(self, footprint: Footprint) -> int | None:
@@ -232,17 +200,7 @@ class Tables:
     def _index(self, footprint: Footprint) -> tuple[Any, ...]:
         b, h, q, k = ScoreMod.of(self.inner).positions
         heads = [b] * footprint.batch + [h] * footprint.head
-        if footprint.positions is Positions.NONE:
-            return tuple(heads) or (0,)
-        if footprint.positions is Positions.PAIR:
-            return (*heads, q, k)
-        if footprint.positions in (Positions.ROW, Positions.COLUMN):
-            return (*heads, q if footprint.positions is Positions.ROW else k)
-        distance = self.inner.call_function(
-            operator.sub if footprint.positions is Positions.DIAGONAL else operator.add, (k, q)
-        )
-        distance.meta = dict(k.meta)
-        return (*heads, distance)
+        return (*heads, *footprint.kind.index(self.inner, q, k)) or (0,)
 
     def _key(self, node: Any) -> Any:
         """What a node computes, as a nested tuple, so that equal expressions share a table."""

@@ -2,40 +2,29 @@
 
 The tile reaches the score_mod's subgraphs as one more input (``table_0``, ``table_1``...) in place of their reads. Kinds:
 
-    diagonal   M + N - 1 elements of a hoisted diagonal (attention/diagonals.py), loaded as a vector and spread over the tile
+    diagonal   M + N - 1 elements of a hoisted diagonal, loaded as a vector and spread over the tile
     pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA where the GPU has it and strides allow it
+
+What is particular to a kind is in attention/kinds.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.target import Target
-from ..torch_api.ir import input_buffer, is_aligned
-from ..torch_api.lowering import V
-from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
+from ..torch_api.ir import input_buffer
+from . import descriptor
+from .kinds import PAIR, TiledKind
 from .score_mod import ScoreMod
 
 aten = torch.ops.aten
 
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-#: TMA wants addresses and strides that are multiples of this many bytes.
-TMA_ALIGNMENT = 16
-
-
-class TableKind(enum.Enum):
-    """What a table holds of a (query, key) plane."""
-
-    DIAGONAL = "k - q"
-    ANTIDIAGONAL = "k + q"
-    PAIR = "q, k"
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class TileTable:
     """One table: which captured tensor it is, what it holds, and whether by batch and by head."""
 
     owner: int
-    kind: TableKind
+    kind: TiledKind
     by_batch: bool
     by_head: bool
 
@@ -61,8 +50,8 @@ class TileTables:
             "NUM_TABLES": len(self.tables),
             "TABLES_BY_BATCH": sum(t.by_batch << i for i, t in enumerate(self.tables)),
             "TABLES_BY_HEAD": sum(t.by_head << i for i, t in enumerate(self.tables)),
-            "ANTIDIAGONALS": sum((t.kind is TableKind.ANTIDIAGONAL) << i for i, t in enumerate(self.tables)),
-            "PAIRS": sum((t.kind is TableKind.PAIR) << i for i, t in enumerate(self.tables)),
+            "ANTIDIAGONALS": sum((t.kind.name == "antidiagonal") << i for i, t in enumerate(self.tables)),
+            "PAIRS": sum((t.kind is PAIR) << i for i, t in enumerate(self.tables)),
         }
 
     def of(self, owner: int) -> TileTable | None:
@@ -93,9 +82,8 @@ class TileTables:
 
 
 def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured: Sequence[Any]) -> TileTables:
-    """The captured tensors that a score_mod reads by tile: pairs, and those that ``kernel_options`` say hold diagonals."""
-    antidiagonals = kernel_options.get(ANTIDIAGONAL_OPTION, 0)
-    bits = kernel_options.get(DIAGONAL_OPTION, 0) | antidiagonals
+    """The captured tensors that a score_mod reads by tile: what hoisting made for it, and pairs of the user's own."""
+    described = descriptor.read(kernel_options)
     inputs = ScoreMod.of(score_mod.graph)
     found = []
     for owner, placeholder in enumerate(inputs.captured):
@@ -103,25 +91,12 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
         # A table of integers is what an index is made of: its tile is no term of the scores.
         if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
-        planes = [inputs.b in reads[0], inputs.h in reads[0]]
-        if (bits >> owner) & 1:
-            kind = TableKind.ANTIDIAGONAL if (antidiagonals >> owner) & 1 else TableKind.DIAGONAL
-            found.append(TileTable(owner, kind, *planes))
-            continue
-        pair = [p for p, used in zip((inputs.b, inputs.h), planes, strict=True) if used] + [inputs.q, inputs.k]
-        if all(read == pair for read in reads) and tma_takes(captured[owner]):
-            found.append(TileTable(owner, TableKind.PAIR, *planes))
+        axes = [inputs.b in reads[0], inputs.h in reads[0]]
+        pair = [p for p, used in zip((inputs.b, inputs.h), axes, strict=True) if used] + [inputs.q, inputs.k]
+        kind = described.get(owner) or (PAIR if all(read == pair for read in reads) else None)
+        if kind is not None and kind.readable(captured[owner]):
+            found.append(TileTable(owner, kind, *axes))
     return TileTables(tuple(found), captured)
-
-
-def tma_takes(tensor: Any) -> bool:
-    """Whether blocks of a tensor (2 to 4 dims) can be moved by TMA: rows of consecutive elements, aligned."""
-    if not Target.of(tensor.get_device()).tma:
-        return False
-    *outer, inner = tensor.get_stride()
-    known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
-    rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
-    return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
 
 
 def _reads(table: Node) -> list[Node]:

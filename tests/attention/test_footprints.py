@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from torch.fx import Interpreter, symbolic_trace
 
-from inductor_ext.attention.footprints import Positions, footprints
+from inductor_ext.attention.footprints import footprints
+from inductor_ext.attention.kinds import BY_NAME
 from tests.support import random_score_mods
 
 #: (body of a score_mod, footprint of what it returns). t [5], u [2, 6], w [4, 3]; c is 0-d.
@@ -126,17 +127,17 @@ def test_spelling(body, expected):
     assert str(footprints(module.graph, random_score_mods.EXTENTS)[out]) == expected
 
 
-def varies(values, positions):
-    """Whether ``values`` [B, H, Q, K] are more than a function of these positions (for each batch and head)."""
+def varies(values, kind):
+    """Whether ``values`` [B, H, Q, K] are more than this kind of function of the positions (for each batch and head)."""
     queries, keys = (torch.arange(n) for n in values.shape[2:])
     index = {
-        Positions.NONE: torch.zeros(values.shape[2:], dtype=torch.long),
-        Positions.ROW: queries[:, None].expand(values.shape[2:]),
-        Positions.COLUMN: keys[None, :].expand(values.shape[2:]),
-        Positions.DIAGONAL: keys[None, :] - queries[:, None] + values.shape[2],
-        Positions.ANTIDIAGONAL: keys[None, :] + queries[:, None],
-        Positions.PAIR: torch.arange(values[0, 0].numel()).reshape(values.shape[2:]),
-    }[positions].reshape(-1)
+        BY_NAME["none"]: torch.zeros(values.shape[2:], dtype=torch.long),
+        BY_NAME["row"]: queries[:, None].expand(values.shape[2:]),
+        BY_NAME["column"]: keys[None, :].expand(values.shape[2:]),
+        BY_NAME["diagonal"]: keys[None, :] - queries[:, None] + values.shape[2],
+        BY_NAME["antidiagonal"]: keys[None, :] + queries[:, None],
+        BY_NAME["pair"]: torch.arange(values[0, 0].numel()).reshape(values.shape[2:]),
+    }[kind].reshape(-1)
     flat = values.reshape(*values.shape[:2], -1)
     representative = torch.zeros(*flat.shape[:2], int(index.max()) + 1, dtype=flat.dtype)
     representative[..., index] = flat
@@ -155,4 +156,4 @@ def test_no_node_depends_on_more_than_its_footprint_says(body):
         values = value.expand(random_score_mods.EXTENTS).double()
         assert footprint.batch or torch.equal(values, values[:1].expand_as(values)), (node, footprint)
         assert footprint.head or torch.equal(values, values[:, :1].expand_as(values)), (node, footprint)
-        assert not varies(values, footprint.positions), (node, footprint)
+        assert not varies(values, footprint.kind), (node, footprint)

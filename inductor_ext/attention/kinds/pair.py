@@ -1,0 +1,57 @@
+"""The kind that depends on both positions in no way that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+from torch.fx import Graph, Node
+
+from ...core.dynamo_graph import Inserter
+from ...core.target import Target
+from ...torch_api.ir import is_aligned
+from ...torch_api.lowering import V
+from .base import Reduction, TiledKind
+
+#: TMA wants addresses and strides that are multiples of this many bytes.
+TMA_ALIGNMENT = 16
+
+
+class Pair(TiledKind):
+    """``t[b, h, q, k]``: both positions, in no way that is known to be less."""
+
+    name = "pair"
+
+    def holds(self, polynomial: sympy.Expr) -> bool:
+        """Every expression is of this kind."""
+        return True
+
+    def axes(self) -> list[str]:
+        """One element a query and key."""
+        return ["Q", "K"]
+
+    def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
+        """One element a query and key."""
+        return [queries, keys]
+
+    def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
+        """The positions along the table."""
+        return axes[0], axes[1]
+
+    def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
+        """Query and key."""
+        return q, k
+
+    def readable(self, tensor: Any) -> bool:
+        """Whether blocks of it (2 to 4 dims) can be moved by TMA: rows of consecutive elements, aligned."""
+        if not Target.of(tensor.get_device()).tma:
+            return False
+        *outer, inner = tensor.get_stride()
+        known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
+        rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
+        return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
+
+    def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
+        """Whole tiles by TMA, else one element at a time."""
+        return Reduction.BLOCK if tma else Reduction.SCATTER
