@@ -1,21 +1,30 @@
-"""Write the README's tables and plots from ``results/*.json``.
+"""Write the generated parts of the documents: tables from ``results/*.json`` and from the code, and the plots.
 
-    python -m benchmarks.report            # rewrites the marked sections of README.md and docs/*.svg
+    python -m benchmarks.report            # rewrites the marked sections of README.md and docs/, and the SVG files
 
-A section of the README between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated; edit nothing there.
+The text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated. Do not edit it by hand;
+``tests/test_docs.py`` compares it with what this module would write.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from inductor_ext.options import PASSES, Options
 
 from .runner import RESULTS
 
 ROOT = Path(__file__).parent.parent
+COMPOSITION = ROOT / "tests" / "composition"
+MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -288,12 +297,122 @@ def sanitizer_table() -> str:
 def composition_table() -> str:
     """How many tests of ``tests/composition`` passed, by device and number of processes."""
     lines = ["| where | scenarios | passed | stock fails too | failed |", "|---|---|---|---|---|"]
-    for run in json.loads((RESULTS / "composition.json").read_text()).values():
-        e, outcomes = run["environment"], [row["outcome"] for row in run["rows"].values()]
-        where = f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
+    for run in composition().values():
+        outcomes = [row["outcome"] for row in run["rows"].values()]
         counts = [outcomes.count(o) for o in ("passed", "stock fails too", "failed")]
-        lines.append("| " + " | ".join(map(str, [where, len(outcomes), *counts])) + " |")
+        lines.append("| " + " | ".join(map(str, [_ran_on(run), len(outcomes), *counts])) + " |")
     return "\n".join(lines)
+
+
+def composition() -> dict[str, Any]:
+    return json.loads((RESULTS / "composition.json").read_text())
+
+
+def _ran_on(run: dict[str, Any]) -> str:
+    e = run["environment"]
+    return f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
+
+
+def _outcome(run: dict[str, Any], found: Callable[[str], bool]) -> str:
+    """What the rows of a run whose name is ``found`` have in common; "not run" where there is none."""
+    outcomes = list(dict.fromkeys(row["outcome"] for name, row in run["rows"].items() if found(name)))
+    return ", ".join(outcomes) or "not run"
+
+
+def scenarios() -> dict[str, str]:
+    """The distributed scenarios with the first line of what each says of itself, in the order of the code."""
+    found = {}
+    for file in ("scenarios.py", "parallel.py"):
+        for node in ast.parse((COMPOSITION / file).read_text()).body:
+            marks = [d.id for d in getattr(node, "decorator_list", ()) if isinstance(d, ast.Name)]
+            if isinstance(node, ast.FunctionDef) and "scenario" in marks:
+                found[node.name] = (ast.get_docstring(node) or "").splitlines()[0]
+    return found
+
+
+def several_gpus_table() -> str:
+    """Each distributed scenario, and how it went."""
+    runs = [run for run in composition().values() if run["environment"]["processes"] > 1]
+    lines = ["| scenario | what it is | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
+    for name, what in scenarios().items():
+        outcomes = [_outcome(run, lambda row, n=name: row.endswith(f"-{n}]")) for run in runs]
+        lines.append(f"| `{name}` | {what} | " + " | ".join(outcomes) + " |")
+    return "\n".join(lines)
+
+
+def one_process_table() -> str:
+    """Each test of the composition in one process, and how it went; the tests of our own tools are left out."""
+    runs = [run for run in composition().values() if run["environment"]["processes"] == 1]
+    names = sorted({name.partition("[")[0] for run in runs for name in run["rows"]})
+    lines = ["| subject | scenario | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
+    for name in names:
+        subject, _, test = name.partition(": test_")
+        if subject == "upstream":
+            continue
+        outcomes = [_outcome(run, lambda row, n=name: row.partition("[")[0] == n) for run in runs]
+        lines.append(f"| {subject} | {test.replace('_', ' ')} | " + " | ".join(outcomes) + " |")
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Win:
+    """A row of the README's table: what is measured, where it stands in a file of results, and stock's name there."""
+
+    what: str
+    file: str
+    where: dict[str, Any]
+    key: str
+    stock: str = "stock"
+
+
+WINS = (
+    Win("attention with `score * scale[h]`, backward", "flex", {"case": "head_scale", "dim": 64}, "backward_ms"),
+    Win("attention with T5's bucketed bias, backward", "flex", {"case": "t5", "dim": 64}, "backward_ms"),
+    Win("the combine step of a mixture of experts, forward", "moe", {"case": "combine-16384x8x2048"}, "forward_ms"),
+    Win("`associative_scan` of a gated recurrence, backward", "scan", {"case": "gated-dim1"}, "backward_ms"),
+    Win("mLSTM over 8192 tokens, backward", "mlstm", {"case": "S=8192 D=128"}, "backward_ms", "stock, plain form"),
+)
+
+
+def wins_table() -> str:
+    """Five rows of the tables of ``docs/benchmarks.md``."""
+    first = load("flex")["environment"]
+    lines = [
+        f"Milliseconds on one {first['device']}; the error is the largest of any output or gradient against float64, "
+        "where 1 means that a gradient came back as zeros.",
+        "",
+        "| what is measured | stock Inductor | gradfuse | ratio | error: stock | gradfuse |",
+        "|---|---|---|---|---|---|",
+    ]
+    for win in WINS:
+        rows = [r for r in load(win.file)["rows"] if all(r.get(k) == v for k, v in win.where.items())]
+        stocks, ours = (next(r for r in rows if r["peer"] == peer) for peer in (win.stock, "gradfuse"))
+        times = f"{stocks[win.key]:.2f} | {ours[win.key]:.2f} | {stocks[win.key] / ours[win.key]:.0f}×"
+        lines.append(f"| {win.what} | {times} | {max(stocks['error']):.1e} | {max(ours['error']):.1e} |")
+    return "\n".join(lines)
+
+
+def options_table() -> str:
+    """gradfuse's own options, as the docstring of ``Options`` describes them."""
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    texts = _described(inspect.getdoc(Options) or "")
+    for field in dataclasses.fields(Options):
+        default = "none" if field.default in (None, frozenset()) else field.default
+        kind = {"frozenset[str]": "list of names", "str | None": "path"}.get(str(field.type), field.type)
+        lines.append(f"| `{field.name}` | {kind} | {default} | {texts[field.name]} |")
+    return "\n".join(lines)
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """The entries ``name: text`` of a docstring, whose further lines are indented; a sentence each begins in upper case."""
+    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", docstring, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "`").strip() for name, text in entries}
+
+
+def passes_table() -> str:
+    """What ``disable`` may name."""
+    lines = ["| name | what it does |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', chr(92) + '|')} |" for name, what in PASSES.items())])
 
 
 def new_figure() -> tuple[Any, Any]:
@@ -332,28 +451,40 @@ def flex_plot(path: Path) -> None:
     save(figure, axes, path)
 
 
+TABLES: dict[str, Callable[[], str]] = {
+    "wins": wins_table,
+    "options": options_table,
+    "passes": passes_table,
+    "flex": flex_table,
+    "flex_sweep": flex_sweep_table,
+    "flex_cpu": flex_cpu_table,
+    "mlstm_cpu": mlstm_cpu_table,
+    "moe": moe_table,
+    "casts": casts_table,
+    "mlstm": mlstm_table,
+    "scan": scan_table,
+    "fuzz": fuzz_table,
+    "sanitizer": sanitizer_table,
+    "composition": composition_table,
+    "several_gpus": several_gpus_table,
+    "one_process": one_process_table,
+}
+
+
+def documents() -> Iterator[Path]:
+    """The files that may hold generated sections."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def rendered(text: str) -> str:
+    """A document with every generated section as it should be now. Raises KeyError for a section of an unknown name."""
+    return MARK.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+
+
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    tables = {
-        "flex": flex_table,
-        "flex_sweep": flex_sweep_table,
-        "flex_cpu": flex_cpu_table,
-        "mlstm_cpu": mlstm_cpu_table,
-        "moe": moe_table,
-        "casts": casts_table,
-        "mlstm": mlstm_table,
-        "scan": scan_table,
-        "fuzz": fuzz_table,
-        "sanitizer": sanitizer_table,
-        "composition": composition_table,
-    }
-    for name, table in tables.items():
-        content = table()
-        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
-        assert count == 1, name
-    readme.write_text(text)
+    for path in documents():
+        path.write_text(rendered(path.read_text()))
     flex_plot(RESULTS / "flex.svg")
     moe_plot(RESULTS / "moe.svg")
     mlstm_plot(RESULTS / "mlstm.svg")
