@@ -24,6 +24,11 @@ from .runner import RESULTS
 
 ROOT = Path(__file__).parent.parent
 COMPOSITION = ROOT / "tests" / "composition"
+#: Sentences that several captions share.
+MEDIANS = "Times are medians of `do_bench` in milliseconds."
+BUSY = f"{MEDIANS[:-1]}; the time in brackets is that for which the GPU is busy."
+ERRORS = "The error is the largest of output and gradients against float64."
+STEP = "Times are those of a training step (forward and backward) in milliseconds."
 MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
@@ -56,8 +61,8 @@ def flex_table() -> str:
     result = load("flex")
     first = result["rows"][0]
     lines = [
-        f"{provenance(result)} bf16, batch {first['batch']}, {first['heads']} heads, {first['length']} tokens; "
-        "milliseconds, median of `do_bench`; the error is that of the learned table's gradient against float64.",
+        f"{provenance(result)} The operands are bf16, with a batch of {first['batch']}, {first['heads']} heads and "
+        f"{first['length']} tokens. {MEDIANS} The error is that of the learned table's gradient against float64.",
         "",
         "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | deterministic | "
         "error: stock | gradfuse |",
@@ -76,7 +81,7 @@ def flex_table() -> str:
 def flex_sweep_table() -> str:
     result, compiled = load("flex_sweep"), load("flex_compile")
     lines = [
-        f"{provenance(result)} D=64, batch 2; milliseconds.",
+        f"{provenance(result)} D=64, with a batch of 2. Times are in milliseconds.",
         "",
         "| score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -102,9 +107,8 @@ def flex_sweep_table() -> str:
 def moe_table() -> str:
     result = load("moe")
     lines = [
-        f"{provenance(result)} bf16 unless named; milliseconds, median of `do_bench`, in brackets the time that the GPU is "
-        "busy (short kernels wait for this host); the bound is the bytes that the backward must move at 4.3 TB/s; the error "
-        "is the largest of output and gradients against float64. A forward includes its sort.",
+        f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for this host. "
+        f"The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} A forward includes its sort.",
         "",
         "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
         "error: eager | stock | gradfuse |",
@@ -131,8 +135,8 @@ def both_times(row: dict[str, Any], direction: str) -> str:
 def casts_table() -> str:
     result = load("casts")
     lines = [
-        f"{provenance(result)} 8192 tokens, 4096 wide; milliseconds, median of `do_bench`; the errors against float64, in "
-        "the order of the parameters. Cast-only kernels and their bytes are counted in the code that Inductor wrote.",
+        f"{provenance(result)} There are 8192 tokens of width 4096. {MEDIANS} Errors are against float64, in the order of the "
+        "parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.",
         "",
         "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
         "|---|---|---|---|---|---|---|---|",
@@ -147,10 +151,9 @@ def casts_table() -> str:
 def mlstm_table() -> str:
     result = load("mlstm")
     lines = [
-        f"{provenance(result)} bf16, 8 heads, batches of 4096 tokens or one sequence, norm included; milliseconds, median "
-        "of `do_bench`, in brackets the time that the GPU is busy; the error is the largest of output and gradients against "
-        "float64; the peak is that of a step. mlstm-kernels 2.0.6: the kernels that are not listed make Triton's compiler "
-        "abort on this machine.",
+        f"{provenance(result)} The operands are bf16 with 8 heads, in batches of 4096 tokens or of one sequence, and the norm "
+        f"is included. {BUSY} {ERRORS} The peak is that of a step. `triton_limit_chunk` is from mlstm-kernels 2.0.6; its other "
+        "kernels make Triton's compiler abort on this machine.",
         "",
         "| tokens, head width | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|",
@@ -167,10 +170,9 @@ def mlstm_table() -> str:
 def scan_table() -> str:
     result = load("scan")
     lines = [
-        f"{provenance(result)} The gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space and products of 2 x 2 "
-        "matrices, real (4 leaves) and complex (8), their last leaf returned; milliseconds, median of `do_bench`, in "
-        "brackets the time that the GPU is busy; the error is the largest of output and gradients against float64 (1 is a "
-        "gradient of zeros).",
+        f"{provenance(result)} The cases are the gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space, and products "
+        "of 2 x 2 matrices, real (4 leaves) and complex (8), of which the last leaf is returned. "
+        f"{BUSY} {ERRORS} An error of 1 is a gradient of zeros.",
         "",
         "| case | shape, dim | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|---|",
@@ -235,7 +237,7 @@ def moe_plot(path: Path) -> None:
 def flex_cpu_table() -> str:
     result = load("flex_cpu")
     lines = [
-        f"{provenance(result)} fp32, batch 1, 8 heads, D=64; a training step (forward + backward) in milliseconds.",
+        f"{provenance(result)} The operands are fp32, with a batch of 1, 8 heads and D=64. {STEP}",
         "",
         "| score_mod | tokens | eager flex_attention (device check lifted) | gradfuse | eager / gradfuse |",
         "|---|---|---|---|---|",
@@ -251,8 +253,8 @@ def mlstm_cpu_table() -> str:
     result = load("mlstm_cpu")
     names = ("gradfuse", "eager op", "stock, plain form")
     lines = [
-        f"{provenance(result)} mLSTM with its norm, fp32, batch 1, 4 heads, D=64; a training step (forward + backward) in "
-        "milliseconds, in brackets the largest error of output and gradients.",
+        f"{provenance(result)} mLSTM with its norm in fp32, with a batch of 1, 4 heads and D=64. {STEP} The number in "
+        "brackets is the largest error of output and gradients.",
         "",
         "| tokens | " + " | ".join(names) + " |",
         "|---" * (1 + len(names)) + "|",
@@ -270,8 +272,8 @@ def fuzz_table() -> str:
         versions, settings = run["versions"], run["settings"]
         twice = ", each twice and compared bitwise" if settings["deterministic"] else ""
         ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
-        place = "CPU" if settings["device"] == "cpu" else versions["device"]
-        where = f"commit {run['commit']}, {place}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
+        device = "CPU" if settings["device"] == "cpu" else versions["device"]
+        where = f"commit {run['commit']}, {device}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
         for family, counts in run["counts"].items():
             totals.setdefault((where, family), Counter()).update(counts)
     lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
@@ -437,9 +439,9 @@ def flex_plot(path: Path) -> None:
     cases = by_case(load("flex"), 64)
     figure, axes = new_figure()
     for shift, (peer, colour) in enumerate((("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
-        places = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
+        offsets = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
         heights = [cases[c][peer]["backward_ms"] for c in cases if "backward_ms" in cases[c][peer]]
-        bars = axes.bar(places, heights, 0.36, label=peer, color=colour)
+        bars = axes.bar(offsets, heights, 0.36, label=peer, color=colour)
         axes.bar_label(bars, fmt=lambda v: f"{v:.3g}", fontsize=7)
     for i, case in enumerate(cases):
         if "refused" in cases[case]["stock"]:
