@@ -107,8 +107,8 @@ def flex_sweep_table() -> str:
 def moe_table() -> str:
     result = load("moe")
     lines = [
-        f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for this host. "
-        f"The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} A forward includes its sort.",
+        f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for "
+        f"this host. The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} A forward includes its sort.",
         "",
         "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
         "error: eager | stock | gradfuse |",
@@ -135,8 +135,8 @@ def both_times(row: dict[str, Any], direction: str) -> str:
 def casts_table() -> str:
     result = load("casts")
     lines = [
-        f"{provenance(result)} There are 8192 tokens of width 4096. {MEDIANS} Errors are against float64, in the order of the "
-        "parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.",
+        f"{provenance(result)} There are 8192 tokens of width 4096. {MEDIANS} Errors are against float64, in the order "
+        "of the parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.",
         "",
         "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
         "|---|---|---|---|---|---|---|---|",
@@ -151,9 +151,9 @@ def casts_table() -> str:
 def mlstm_table() -> str:
     result = load("mlstm")
     lines = [
-        f"{provenance(result)} The operands are bf16 with 8 heads, in batches of 4096 tokens or of one sequence, and the norm "
-        f"is included. {BUSY} {ERRORS} The peak is that of a step. `triton_limit_chunk` is from mlstm-kernels 2.0.6; its other "
-        "kernels make Triton's compiler abort on this machine.",
+        f"{provenance(result)} The operands are bf16 with 8 heads, in batches of 4096 tokens or of one sequence, and the "
+        f"norm is included. {BUSY} {ERRORS} The peak is that of a step. `triton_limit_chunk` is from mlstm-kernels 2.0.6; "
+        "its other kernels make Triton's compiler abort on this machine.",
         "",
         "| tokens, head width | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|",
@@ -170,8 +170,8 @@ def mlstm_table() -> str:
 def scan_table() -> str:
     result = load("scan")
     lines = [
-        f"{provenance(result)} The cases are the gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space, and products "
-        "of 2 x 2 matrices, real (4 leaves) and complex (8), of which the last leaf is returned. "
+        f"{provenance(result)} The cases are the gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space, and "
+        "products of 2 x 2 matrices, real (4 leaves) and complex (8), of which the last leaf is returned. "
         f"{BUSY} {ERRORS} An error of 1 is a gradient of zeros.",
         "",
         "| case | shape, dim | | forward | backward | largest error | peak, MB |",
