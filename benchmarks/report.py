@@ -108,7 +108,8 @@ def moe_table() -> str:
     result = load("moe")
     lines = [
         f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for "
-        f"this host. The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} A forward includes its sort.",
+        f"this host. The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} "
+        "A forward includes its sort.",
         "",
         "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
         "error: eager | stock | gradfuse |",
