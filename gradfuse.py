@@ -1,4 +1,10 @@
 """``import gradfuse`` is ``import inductor_ext``; the name also lets ``TORCH_LOGS="+gradfuse"`` name our logger."""
 
-from inductor_ext import *  # noqa: F403
-from inductor_ext import __version__  # noqa: F401
+from typing import Any
+
+import inductor_ext
+from inductor_ext import __all__, __version__  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(inductor_ext, name)

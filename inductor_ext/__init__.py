@@ -2,14 +2,40 @@
 
     model = torch.compile(model, backend="gradfuse")
 
-Importing this package registers the backend, which the entry point does by itself where gradfuse is installed.
+The installed package is found by that name without any import. Importing it costs little: everything below is loaded when it
+is first asked for.
 """
 
-from .backend import gradfuse
-from .core.report import Decision, Report
-from .explain import Explanation, explain
-from .options import OPTIONS, OptionError
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
 
 __version__ = "0.1.0"
 
+#: The public names and the modules that hold them. ``from inductor_ext.mlstm import mlstm, MLSTMCell`` is public too.
+_HOMES = {
+    "Decision": "core.report",
+    "Explanation": "explanation",
+    "OPTIONS": "options",
+    "OptionError": "options",
+    "Report": "core.report",
+    "explain": "explanation",
+    "gradfuse": "backend",
+}
+
 __all__ = ["OPTIONS", "Decision", "Explanation", "OptionError", "Report", "__version__", "explain", "gradfuse"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not entry_points(group="torch_dynamo_backends", name="gradfuse"):
+    # Run from a source tree that is not installed: nothing but this import tells torch.compile of the backend.
+    importlib.import_module(".backend", __name__)

@@ -24,55 +24,33 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, lowerings, passes, repro, verify
+from . import lowerings, passes, repro, verify
+from .cache_key import CacheKey
 from .dump import Dump
 from .gathers import gathers
 from .mlstm import op as mlstm_op
 from .mlstm import rewrite as mlstm
 from .options import PASSES, Options, split
 from .scan.scan import scan
-
-
-class _CacheKey(compat.CustomGraphPass):
-    """A pass that changes nothing and, by its uuid, keeps our code apart in the FX-graph and AOTAutograd caches.
-
-    It runs the user's own pass of that slot, whose uuid joins the key (a pass without one makes the caches step aside,
-    as it does under stock Inductor).
-    """
-
-    def __init__(self, own: Options, users: list[Any]) -> None:
-        self.own = own
-        self.users = users
-
-    def __call__(self, graph: Graph) -> None:
-        for user_pass in self.users:
-            user_pass(graph)
-
-    def uuid(self) -> Any:
-        parts = ["gradfuse", compat.source_hash(str(Path(__file__).parent)), _templates_hash(), _option_key(self.own)]
-        parts.append(f"donated {compat.donated_buffers()}")
-        for user_pass in self.users:
-            uuid = getattr(user_pass, "uuid", lambda: None)()
-            if uuid is None:
-                return None
-            parts.append(repr(uuid))
-        return "|".join(parts)
-
-
-def _templates_hash() -> str:
-    return compat.source_hash(str(lowerings.TEMPLATE_DIR))
-
-
-def _option_key(own: Options) -> str:
-    return f"{own.deterministic},{own.strict},{sorted(own.disable)}"
-
+from .torch_api import config
+from .torch_api.config import (
+    cacheable,
+    custom_passes,
+    deterministic_lowerings,
+    inductor_config,
+    inductor_patches,
+    reset_cudagraphs,
+    without_caches,
+)
+from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
+from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
 #: Functions of ours that passes put into Dynamo's graph: what they do is in the source, which is part of every key.
 _FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_cell))
 _numbers = itertools.count()
 
 
-class _OnJointGraph(_CacheKey):
+class _OnJointGraph(CacheKey):
     """Our passes on the joint graph (on the whole graph, in inference), before stock's, after the user's own pass."""
 
     def __init__(self, own: Options, users: list[Any], dump: Dump) -> None:
@@ -86,12 +64,12 @@ class _OnJointGraph(_CacheKey):
 
 def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
     """Inductor's configuration for a compilation of ours."""
-    patched = {**patches, **compat.cacheable(dict.fromkeys(_FUNCTIONS, ""), patches)}
+    patched = {**patches, **cacheable(dict.fromkeys(_FUNCTIONS, ""), patches)}
     for slot, ours in (
-        ("post_grad_custom_pre_pass", _CacheKey),
+        ("post_grad_custom_pre_pass", CacheKey),
         ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump)),
     ):
-        users = compat.custom_passes(patches.get(slot, getattr(compat.inductor_config, slot)))
+        users = custom_passes(patches.get(slot, getattr(inductor_config, slot)))
         patched[slot] = ours(own, users)
     if own.dump is not None:
         patched["fx_graph_cache"] = False
@@ -104,18 +82,18 @@ def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str,
 def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
     """Inductor's inner compile of one graph (forward or backward) with our post-AOT passes and lowerings in force."""
 
-    @functools.wraps(compat.compile_fx_inner)
+    @functools.wraps(config.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         direction = "backward" if kwargs.get("is_backward") else "forward"
         passes.run("post_aot", gm, own, dump)
         with contextlib.ExitStack() as scope:
-            scope.enter_context(compat.scans_allowed(gm))
-            scope.enter_context(compat.deterministic_lowerings(own.deterministic))
-            scope.enter_context(compat.override_lowerings(lowerings.table(own)))
-            scope.enter_context(compat.masks_in_registers())
+            scope.enter_context(scans_allowed(gm))
+            scope.enter_context(deterministic_lowerings(own.deterministic))
+            scope.enter_context(override_lowerings(lowerings.table(own)))
+            scope.enter_context(masks_in_registers())
             if gathers.needs_tuning(gm):
-                scope.enter_context(compat.inductor_config.patch(max_autotune_pointwise=True))
-            compiled = compat.compile_fx_inner(gm, example_inputs, **kwargs)
+                scope.enter_context(inductor_config.patch(max_autotune_pointwise=True))
+            compiled = config.compile_fx_inner(gm, example_inputs, **kwargs)
         dump.code(compiled, direction)
         return compiled
 
@@ -127,7 +105,7 @@ def _checked(
 ) -> tuple[Options, dict[str, Any]]:
     """Our options and Inductor's configuration. Raises a RuntimeError for what neither of us knows."""
     own, inductor_options = split(options)
-    return own, compat.inductor_patches(mode, inductor_options, dynamic)
+    return own, inductor_patches(mode, inductor_options, dynamic)
 
 
 def _compile(
@@ -136,11 +114,11 @@ def _compile(
     """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
     dump = Dump(own.dump, number)
     passes.run("dynamo", gm, own, dump)
-    with compat.without_caches() if own.dump is not None else contextlib.nullcontext():
-        compiled = compat.compile_fx(
+    with without_caches() if own.dump is not None else contextlib.nullcontext():
+        compiled = config.compile_fx(
             gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
         )
-        return compat.serializable(compiled)
+        return serializable(compiled)
 
 
 def gradfuse(
@@ -175,9 +153,9 @@ def gradfuse(
     return verify.checked(original, compiled, again, own)
 
 
-gradfuse.reset = compat.reset_cudagraphs
-compat.register("gradfuse", gradfuse)
-compat.check_options_at_once(gradfuse, _checked)
-compat.relax_front_end_checks(gradfuse)
-compat.relax_captured_scans(gradfuse)
-compat.register_decomposition(torch.ops.gradfuse.mlstm.default, mlstm_op.decomposed)
+gradfuse.reset = reset_cudagraphs
+register("gradfuse", gradfuse)
+check_options_at_once(gradfuse, _checked)
+relax_front_end_checks(gradfuse)
+relax_captured_scans(gradfuse)
+register_decomposition(torch.ops.gradfuse.mlstm.default, mlstm_op.decomposed)

@@ -17,6 +17,7 @@ def examine() -> int:
     print(f"{'python':<12} {platform.python_version()}")
     print(f"{'device':<12} {_device()}")
     checks: list[tuple[str, Callable[[], str]]] = [
+        ("torch is supported", _supported),
         ("backend registered", _registered),
         (
             "C++ compiler",
@@ -26,7 +27,7 @@ def examine() -> int:
         ("attention trains on CUDA", lambda: _trains("cuda") if torch.cuda.is_available() else _fail("no CUDA device")),
     ]
     outcomes = [_attempt(name, check) for name, check in checks]
-    return 0 if outcomes[0] and any(outcomes[2:]) else 1
+    return 0 if all(outcomes[:2]) and any(outcomes[3:]) else 1
 
 
 def _attempt(name: str, check: Callable[[], str]) -> bool:
@@ -55,6 +56,16 @@ def _device() -> str:
         return f"CPU, {torch.get_num_threads()} threads"
     major, minor = torch.cuda.get_device_capability()
     return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+
+
+def _supported() -> str:
+    try:
+        from .torch_api.versions import NEWEST, OLDEST
+    except ImportError as error:
+        # Its first line says what is supported; the others name what is missing.
+        print(error)
+        return _fail(f"torch {torch.__version__} lacks names that gradfuse needs")
+    return f"{OLDEST} to {NEWEST}"
 
 
 def _registered() -> str:

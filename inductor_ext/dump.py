@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import compat
+from .torch_api.tracing import is_traced, trace_artifact
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Dump:
 
     def graph(self, gm: GraphModule, label: str) -> None:
         """Write a graph, and the graphs in it, unless its text is still the last one written."""
-        if self.directory is None and not compat.is_traced():
+        if self.directory is None and not is_traced():
             return
         text = gm.print_readable(print_output=False)
         if self._last.get(id(gm)) != text:
@@ -40,11 +40,11 @@ class Dump:
     def code(self, compiled: Any, label: str) -> None:
         """Write the code that Inductor made of a graph, kernels included."""
         source = getattr(compiled, "source_code", None)
-        if source and (self.directory is not None or compat.is_traced()):
+        if source and (self.directory is not None or is_traced()):
             self._write(f"code_{label}.py", source)
 
     def _write(self, name: str, text: str) -> None:
-        compat.trace_artifact(f"gradfuse_graph_{self.number}_{re.sub(r'[.]py$', '', name)}", text)
+        trace_artifact(f"gradfuse_graph_{self.number}_{re.sub(r'[.]py$', '', name)}", text)
         if self.directory is not None:
             folder = Path(self.directory) / f"graph_{self.number}"
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from .torch_api.config import inductor_options
 
 #: What ``disable`` may name, and what each one is.
 PASSES: dict[str, str] = {
@@ -105,7 +105,7 @@ def split(options: dict[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     ours: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     ours["disable"] = _checked_disable(filter(None, os.environ.get("GRADFUSE_DISABLE", "").split(",")))
     theirs: dict[str, Any] = {}
-    known = {*OPTIONS, *compat.inductor_options()}
+    known = {*OPTIONS, *inductor_options()}
     for key, value in (options or {}).items():
         name = key.replace("-", "_")
         if name == "disable":

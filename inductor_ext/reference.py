@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from . import compat
 from .core.purity import is_random
+from .torch_api.frontend import scalar_indexing
+from .torch_api.graph import HigherOrderOperator, pytree
+from .torch_api.higher_order import associative_scan_hop, flex_attention_hop
 
 
 class Reference(Interpreter):
@@ -37,14 +38,14 @@ class Reference(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A call; ops with graphs of their own run those here."""
-        if target is compat.flex_attention_hop:
+        if target is flex_attention_hop:
             return _attention(*args, **kwargs)
-        if target is compat.associative_scan_hop:
+        if target is associative_scan_hop:
             return _scan(*args, **kwargs)
         if getattr(target, "__name__", "") in ("_enter_autocast", "_exit_autocast") and self.dtype is not None:
             return None
         bodies = [a for a in args if isinstance(a, GraphModule)]
-        if isinstance(target, torch._ops.HigherOrderOperator) and len(bodies) == 1 and called_once(target):
+        if isinstance(target, HigherOrderOperator) and len(bodies) == 1 and called_once(target):
             inputs = args[args.index(bodies[0]) + 1 :]
             inputs = inputs[1:] if inputs and isinstance(inputs[0], str) else inputs
             return Reference(bodies[0], self.dtype).run(*inputs)
@@ -83,7 +84,7 @@ def _attention(
         along = (*first, None, None), (*[None] * len(captured),)
         inner = torch.vmap(function, in_dims=(*along[0], None, 0, *along[1]))
         both = torch.vmap(inner, in_dims=(*along[0], 0, None, *along[1]))
-        with compat.scalar_indexing():
+        with scalar_indexing():
             return both(*(() if scores is None else (scores,)), b, h, rows, columns, *captured)
 
     def head(q: Tensor, k: Tensor, v: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:

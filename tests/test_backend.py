@@ -17,13 +17,17 @@ from torch._inductor.lowering import lowerings
 from torch.nn.attention.flex_attention import flex_attention
 
 import inductor_ext
-from inductor_ext import backend, compat
+from inductor_ext import backend
 from inductor_ext.core.report import leave_to_stock
 from inductor_ext.options import Options
+from inductor_ext.torch_api import config as torch_config
+from inductor_ext.torch_api.config import without_caches
+from inductor_ext.torch_api.higher_order import flex_attention_backward_hop, flex_attention_hop
+from inductor_ext.torch_api.lowering import override_lowerings
 from tests.support.eager_graphs import eager_graphs
 from tests.support.interpreter import triton_on_cpu
 
-HOPS = (compat.flex_attention_hop, compat.flex_attention_backward_hop)
+HOPS = (flex_attention_hop, flex_attention_backward_hop)
 
 
 def attention(query, bias):
@@ -49,7 +53,7 @@ def test_lowerings_are_stocks_again_after_success_and_after_an_error():
     query, bias = inputs()
     torch.compile(attention, backend="gradfuse")(query, bias).sum().backward()
     assert [lowerings[hop] for hop in HOPS] == before
-    with pytest.raises(ZeroDivisionError), compat.override_lowerings({HOPS[0]: None}):
+    with pytest.raises(ZeroDivisionError), override_lowerings({HOPS[0]: None}):
         assert lowerings[HOPS[0]] is None
         raise ZeroDivisionError
     assert [lowerings[hop] for hop in HOPS] == before
@@ -95,7 +99,7 @@ def test_a_users_custom_pass_runs_beside_ours():
     passes = Counting(), Counting()
     slot = "post_grad_custom_pre_pass"
     function = torch.compile(lambda x: x.cos() + 1, backend="gradfuse", options={slot: passes[0]})
-    with compat.without_caches():
+    with without_caches():
         function(torch.ones(3))
         torch._dynamo.reset()
         with config.patch({slot: passes[1]}):
@@ -105,10 +109,10 @@ def test_a_users_custom_pass_runs_beside_ours():
 
 def test_the_cache_keys_know_which_buffers_a_backward_may_overwrite():
     """A backward from the cache could overwrite what a second one, under retain_graph=True, reads again."""
-    key = backend._CacheKey(Options(), [])
+    key = backend.CacheKey(Options(), [])
     keys = set()
     for donated in (None, [], [1, 2]):
-        with mock.patch.object(compat, "get_donated_idxs", lambda donated=donated: donated):
+        with mock.patch.object(torch_config, "get_donated_idxs", lambda donated=donated: donated):
             keys.add(key.uuid())
     assert len(keys) == 3
 

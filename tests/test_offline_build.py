@@ -9,18 +9,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from inductor_ext import compat
 from inductor_ext.attention.captured import CapturedGradients, Kind, Plan
 from inductor_ext.attention.tiles import backward_config, forward_config
 from tests.attention.attention_kernels import ATTENTIONS, sources
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
 from tests.support.emitted import segment_kernels, signature
+from tests.support.targets import on_target
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py"),
@@ -214,7 +213,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ),
 )
 def test_mlstm_builds_without_spills(width, dtype, arch, tmp_path):
-    with mock.patch.object(compat, "architecture", lambda device: arch):
+    with on_target(architecture=arch):
         sources = emitted(width, width, dtype, length=16)
     for direction, source in zip(("forward", "backward"), sources, strict=True):
         folder = tmp_path / direction

@@ -14,12 +14,15 @@ from typing import Any
 import sympy
 import torch
 
-from .. import compat
-from ..compat import FlexBlockMask, SymbolicGridFn, V, lowerings
 from ..core import subgraphs
 from ..core.report import leave_to_stock, record, user_line
+from ..core.target import Target
 from ..core.templates import load
 from ..options import Options
+from ..torch_api.higher_order import FlexBlockMask, inherited_block_options
+from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
+from ..torch_api.lowering import V, empty_strided, lowerings
+from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .bounds import extents_of
 from .captured import CapturedGradients, NotInOrder, plan_gradients
@@ -49,7 +52,7 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_template = compat.make_template("gradfuse_flex_backward", _grid, load("attention/flex_backward", "attention/flex_tables"))
+_template = make_template("gradfuse_flex_backward", _grid, load("attention/flex_backward", "attention/flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,12 +106,12 @@ def _lower(
     query_size, key_size, value_size = query.get_size(), key.get_size(), value.get_size()
     batch, heads, length, qk_dim = query_size
     if grad_out is None:
-        grad_out = compat.full([batch, heads, length, value_size[-1]], 0, dtype, device)
+        grad_out = full([batch, heads, length, value_size[-1]], 0, dtype, device)
     delta = _delta(out, grad_out, grad_logsumexp)
-    query, key, value, logsumexp, grad_out, delta = compat.realize([query, key, value, logsumexp, grad_out, delta])
+    query, key, value, logsumexp, grad_out, delta = realize([query, key, value, logsumexp, grad_out, delta])
     block_mask = FlexBlockMask.of(block_mask)
-    block_mask = FlexBlockMask(*compat.realize(block_mask[:-1]), block_mask.mask_mod)
-    score_captured, mask_captured = compat.realize(score_captured), compat.realize(mask_captured)
+    block_mask = FlexBlockMask(*realize(block_mask[:-1]), block_mask.mask_mod)
+    score_captured, mask_captured = realize(score_captured), realize(mask_captured)
 
     score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
     tables = tile_tables(score_graph, kernel_options, score_captured)
@@ -128,16 +131,16 @@ def _lower(
     # A batch of 1 in key and value is broadcast: their gradients are computed per batch element and summed after.
     grad_key_size = [batch, *key_size[1:]]
     grad_value_size = [batch, *value_size[1:]]
-    layout = compat.fixed_layout(device, dtype, grad_key_size, compat.dense_strides(grad_key_size, key.get_stride()))
+    layout = fixed_layout(device, dtype, grad_key_size, dense_strides(grad_key_size, key.get_stride()))
     one_pass = _one_pass(own, query, kernel_options, captured)
-    grad_value = compat.empty_strided(
-        grad_value_size, compat.dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
+    grad_value = empty_strided(
+        grad_value_size, dense_strides(grad_value_size, value.get_stride()), dtype=dtype, device=device
     )
     if one_pass:
-        grad_query = compat.full(query_size, 0, torch.float32, device)
+        grad_query = full(query_size, 0, torch.float32, device)
     else:
-        strides = compat.dense_strides(query_size, query.get_stride())
-        grad_query = compat.empty_strided(query_size, strides, dtype=dtype, device=device)
+        strides = dense_strides(query_size, query.get_stride())
+        grad_query = empty_strided(query_size, strides, dtype=dtype, device=device)
     full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(block_mask, device)
     inputs = [query, key, value, logsumexp, delta, grad_out, grad_query, grad_value]
     inputs += [block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices]
@@ -149,15 +152,15 @@ def _lower(
     options["WIDE_INDEX"] = score_graphs.is_wide([*score_captured, *mask_captured])
     options.update(tables.options())
     options["ONE_PASS"] = one_pass
-    options["TMA_ADDS"] = one_pass and compat.has_tma(device) and qk_dim % 4 == 0
-    _, configs = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    options["TMA_ADDS"] = one_pass and Target.of(device).tma and qk_dim % 4 == 0
+    _, configs = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         form = {
             "head_dim": options["QK_HEAD_DIM_ROUNDED"],
             "one_pass": one_pass,
             "mask_mod": not options["TRIVIAL_MASK_MOD"],
         }
-        configs = [backward_config(configs[0], compat.architecture(device), captured, **form)]
+        configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
     tilings = list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
@@ -179,7 +182,7 @@ def _lower(
         generators[i] = common.num_blocks_for_autotuning(inputs[i + 1])
         generators[i + 1] = common.indices_for_autotuning
     all_captured = [*score_captured, *mask_captured]
-    grad_key = compat.autotune(
+    grad_key = autotune(
         "gradfuse_flex_backward",
         choices,
         [*inputs, *tables.buffers(), *captured.targets, *all_captured],
@@ -203,7 +206,7 @@ def _delta(out: Any, grad_out: Any, grad_logsumexp: Any) -> Any:
     delta = lowerings[aten.sum](lowerings[aten.mul](out, grad), axis=-1)
     if grad_logsumexp is not None:
         delta = lowerings[aten.sub](delta, lowerings[aten.mul](grad_logsumexp, 1 / math.log(2)))
-    return compat.require_contiguous(delta)
+    return require_contiguous(delta)
 
 
 def _joint_placeholders(device: torch.device) -> list[Any]:
@@ -244,10 +247,10 @@ def _one_pass(own: Options, query: Any, kernel_options: dict[str, Any], captured
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     fits = V.graph.sizevars.guard_int(query.get_size()[-1]) <= widest
     suits = captured.has_strips or not captured.sums_along_keys
-    return half and fits and suits and compat.architecture(query.get_device()) >= 90
+    return half and fits and suits and Target.of(query.get_device()).family != "ampere"
 
 
 def _tma_allowed(own: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
     """Whether whole tiles may be added in memory by TMA: not where the user asks for tiles taller than a strip."""
     short = all(size <= STRIP_ROWS for name, size in kernel_options.items() if name.endswith(("BLOCK_M1", "BLOCK_M2")))
-    return compat.has_tma(device) and not own.deterministic and short
+    return Target.of(device).tma and not own.deterministic and short

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..compat import statically_known_true
 from ..core.integers import exact_integers
+from ..torch_api.sizes import statically_known_true
 from .captured_grads import constant_of, shape_of
 
 aten = torch.ops.aten

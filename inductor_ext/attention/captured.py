@@ -21,10 +21,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from .. import compat
-from ..compat import FlexBlockMask, lowerings
 from ..core import subgraphs
 from ..core.kernels import LARGEST_TILE
+from ..torch_api.higher_order import FlexBlockMask
+from ..torch_api.ir import contiguous_strides, full
+from ..torch_api.lowering import empty_strided, lowerings
+from ..torch_api.sizes import statically_known_true
 from . import common, deterministic, score_graphs
 from .bounds import extents_of
 from .captured_grads import JOINT_INPUTS, Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
@@ -200,12 +202,12 @@ class CapturedGradients:
     def _buffer(self, kinds: set[Kind], tensor: Any, device: torch.device, unmasked: bool) -> Any:
         size = tensor.get_size()
         if Kind.STORE in kinds and unmasked:
-            return compat.empty_strided(size, compat.contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
+            return empty_strided(size, contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
         if Kind.STORE in kinds:
-            return compat.full(size, 0, tensor.get_dtype(), device)
+            return full(size, 0, tensor.get_dtype(), device)
         if Kind.STRIP in kinds:
             size = [sympy.prod(size[:-1]), STRIP_ROWS, strip_shape(*self.lengths)[1]]
-        return compat.full(size, 0, torch.float32, device)
+        return full(size, 0, torch.float32, device)
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The gradients, in the captured tensors' own dtypes: rounded once, here."""
@@ -316,9 +318,9 @@ def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ra
     indices = contributions[0].indices
     if not all(position in indices for position in list(ranges)[2:]):
         return False
-    whole = all(compat.statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
+    whole = all(statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
     rest = [n for position, n in ranges.items() if position not in indices]
-    return whole and len(set(indices)) == len(indices) and all(compat.statically_known_true(n == 1) for n in rest)
+    return whole and len(set(indices)) == len(indices) and all(statically_known_true(n == 1) for n in rest)
 
 
 def _fold(strip: Any, table: TileTable, lengths: tuple[Any, Any]) -> Any:

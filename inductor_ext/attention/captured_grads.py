@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..compat import zeros_and_scatter
+from ..torch_api.higher_order import zeros_and_scatter
 
 aten = torch.ops.aten
 

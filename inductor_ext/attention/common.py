@@ -8,10 +8,12 @@ from typing import Any
 import sympy
 import torch
 
-from .. import compat
-from ..compat import FlexBlockMask, V
 from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, next_power_of_two
 from ..core.report import user_line
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.higher_order import FlexBlockMask
+from ..torch_api.lowering import V, empty
+from ..torch_api.sizes import FloorDiv, Mod, hint
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 
 #: The sparse block size that flex_attention makes up where there is no block mask.
@@ -28,7 +30,7 @@ ADVICE = "Index captured tensors with one scalar for each of their dims, or comp
 def why_stock(query: Any, key: Any, value: Any, kernel_options: dict[str, Any]) -> str | None:
     """Why these operands go to stock's lowering, or None where ours takes them."""
     device = query.get_device()
-    if device.type != "cuda" and not (device.type == "cpu" and compat.uses_triton_on_cpu()):
+    if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
         return f"device {device.type!r} has no gradfuse kernel"
     if kernel_options.get("BACKEND", "AUTO") not in ("AUTO", "TRITON"):
         return f"kernel_options ask for BACKEND={kernel_options['BACKEND']!r}"
@@ -74,8 +76,8 @@ def template_options(
     dense_keys = sizevars.evaluate_expr(sympy.Le(key_length, key_block))
 
     def even(length: Any, block: int, dense: bool) -> bool:
-        whole = sizevars.statically_known_true(sympy.Eq(compat.Mod(length, LARGEST_TILE), 0))
-        return whole and (dense or sizevars.statically_known_true(sympy.Eq(compat.Mod(length, block), 0)))
+        whole = sizevars.statically_known_true(sympy.Eq(Mod(length, LARGEST_TILE), 0))
+        return whole and (dense or sizevars.statically_known_true(sympy.Eq(Mod(length, block), 0)))
 
     options = {k: _guarded(v) for k, v in kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
@@ -83,7 +85,7 @@ def template_options(
     return {
         **options,
         "SM_SCALE": scale,
-        "GQA_SHARED_HEADS": sizevars.guard_int(compat.FloorDiv(query_heads, kv_heads)),
+        "GQA_SHARED_HEADS": sizevars.guard_int(FloorDiv(query_heads, kv_heads)),
         "HAS_FULL_BLOCKS": block_mask.full_kv_num_blocks is not None,
         "DENSE": dense_queries and dense_keys,
         "Q_EVEN": even(query_length, query_block, dense_queries),
@@ -157,15 +159,15 @@ def num_blocks_for_autotuning(indices: Any) -> Any:
     """A generator of a representative ``*_num_blocks`` tensor: every block listed."""
 
     def generate(x: Any) -> torch.Tensor:
-        size = [compat.hint(s) for s in x.get_size()]
-        return torch.full(size, compat.hint(indices.get_size()[-1]), dtype=x.get_dtype(), device=x.get_device())
+        size = [hint(s) for s in x.get_size()]
+        return torch.full(size, hint(indices.get_size()[-1]), dtype=x.get_dtype(), device=x.get_device())
 
     return generate
 
 
 def indices_for_autotuning(x: Any) -> torch.Tensor:
     """A representative ``*_indices`` tensor: blocks in order."""
-    size = [compat.hint(s) for s in x.get_size()]
+    size = [hint(s) for s in x.get_size()]
     return torch.arange(size[-1], dtype=x.get_dtype(), device=x.get_device()).expand(size).contiguous()
 
 
@@ -177,4 +179,4 @@ def full_block_lists(block_mask: FlexBlockMask, device: torch.device) -> list[An
         block_mask.full_q_num_blocks,
         block_mask.full_q_indices,
     ]
-    return [compat.empty(0, device=device) for _ in lists] if lists[0] is None else lists
+    return [empty(0, device=device) for _ in lists] if lists[0] is None else lists

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .. import compat
-from ..compat import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
 from ..core.cpu_loops import QUERY_BLOCK
 from ..core.replace_node import replace_node
 from ..core.report import STOCK, record, user_line
 from ..options import Options
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.higher_order import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
 from .captured_grads import NotUnderstood, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
@@ -29,7 +29,7 @@ NAME = "dense_attention"
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Replace, in place, every flex_attention for training on CPU tensors, forward or backward."""
-    if not own.enabled(NAME) or compat.uses_triton_on_cpu():
+    if not own.enabled(NAME) or uses_triton_on_cpu():
         return
     for op, expand in ((flex_attention_hop, _expand_forward), (flex_attention_backward_hop, _expand_backward)):
         for node in gm.graph.find_nodes(op="call_function", target=op):

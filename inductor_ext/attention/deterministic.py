@@ -20,9 +20,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from .. import compat
-from ..compat import lowerings
 from ..core import subgraphs
+from ..torch_api.ir import add_in_order, contiguous_strides, full
+from ..torch_api.lowering import empty_strided, lowerings
+from ..torch_api.sizes import FloorDiv
 from .captured_grads import Contribution
 
 aten = torch.ops.aten
@@ -49,8 +50,8 @@ def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device
         size.append(key_tiles(extents[3]))
         zeroed = True
     if zeroed:
-        return compat.full(size, 0, torch.float32, device)
-    return compat.empty_strided(size, compat.contiguous_strides(size), dtype=torch.float32, device=device)
+        return full(size, 0, torch.float32, device)
+    return empty_strided(size, contiguous_strides(size), dtype=torch.float32, device=device)
 
 
 def summed(partials: Any, axes: Sequence[bool]) -> Any:
@@ -94,9 +95,9 @@ def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: 
     zero = lowerings[aten.full]([], 0, dtype=torch.int64, device=device)
     offset = lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero)
     total = lowerings[aten.where](inside, total, nothing)
-    flat = compat.full([sympy.prod(list(shape))], 0, torch.float32, device)
+    flat = full([sympy.prod(list(shape))], 0, torch.float32, device)
     places, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
-    return lowerings[aten.reshape](compat.add_in_order(flat, places, values), list(shape))
+    return lowerings[aten.reshape](add_in_order(flat, places, values), list(shape))
 
 
 def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
@@ -107,9 +108,9 @@ def diagonal_workspace(extents: Sequence[Any], device: torch.device, tilings: Se
     """
     batch, heads, queries, keys = extents
     shortest = min(t["BLOCK_M2"] for t in tilings)
-    tiles = compat.FloorDiv(queries + shortest - 1, shortest)
+    tiles = FloorDiv(queries + shortest - 1, shortest)
     parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
-    return compat.full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
+    return full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
 
 
 def summed_diagonals(partials: Any, axes: Sequence[bool]) -> Any:

@@ -29,8 +29,9 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..compat import ValueRanges, bound_sympy
 from ..core.integers import exact_integers
+from ..torch_api.graph import OpOverload
+from ..torch_api.sizes import ValueRanges, bound_sympy
 from .reductions import factors, summed
 
 
@@ -205,7 +206,7 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
 def name_of(node: Node) -> str:
     """What a node calls, without module, overload, trailing underscores of operator names or in-place marks."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.split("::")[1]
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from ..compat import FlexBlockMask, SymbolicGridFn, V
 from ..core import subgraphs
 from ..core.report import STOCK, leave_to_stock, record, user_line
+from ..core.target import Target
 from ..core.templates import load
 from ..options import Options
+from ..torch_api.higher_order import FlexBlockMask, inherited_block_options
+from ..torch_api.ir import dense_strides, fixed_layout, realize
+from ..torch_api.lowering import V, empty_strided
+from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .bounds import extents_of
 from .captured_grads import SCORE_MOD_INPUTS, output_nodes, returning
@@ -31,7 +34,7 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_template = compat.make_template("gradfuse_flex_forward", _grid, load("attention/flex_forward", "attention/flex_tables"))
+_template = make_template("gradfuse_flex_forward", _grid, load("attention/flex_forward", "attention/flex_tables"))
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,9 +92,9 @@ def _lower(
     common.check_head_dims(query, value)
     device, dtype = query.get_device(), query.get_dtype()
     node = V.graph.current_node
-    query, key, value = compat.realize([query, key, value])
-    block_mask = FlexBlockMask(*compat.realize(block_mask[:-1]), block_mask.mask_mod)
-    score_captured, mask_captured = compat.realize(score_captured), compat.realize(mask_captured)
+    query, key, value = realize([query, key, value])
+    block_mask = FlexBlockMask(*realize(block_mask[:-1]), block_mask.mask_mod)
+    score_captured, mask_captured = realize(score_captured), realize(mask_captured)
     batch, heads, length, _ = query.get_size()
 
     score_graph, mask_graph = score_mod.graph_module, block_mask.mask_mod.graph_module
@@ -100,9 +103,9 @@ def _lower(
     mask_buffer = mask_subgraph(mask_graph, node, device, mask_captured)
 
     size = [batch, heads, length, value.get_size()[-1]]
-    layout = compat.fixed_layout(device, dtype, size, compat.dense_strides(size, query.get_stride()))
-    logsumexp = compat.empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
-    max_scores = compat.empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
+    layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
+    logsumexp = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
+    max_scores = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
     full_kv_num_blocks, full_kv_blocks, *_ = common.full_block_lists(block_mask, device)
     inputs = [query, key, value, logsumexp, max_scores, block_mask.kv_num_blocks, block_mask.kv_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks]
@@ -112,12 +115,12 @@ def _lower(
     options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     options["WIDE_INDEX"] = score_graphs.is_wide([*score_captured, *mask_captured])
     options.update(tables.options())
-    configs, _ = compat.inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    configs, _ = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
         inlined = {"score_mod": not options["IDENTITY_SCORE_MOD"], "mask_mod": not options["TRIVIAL_MASK_MOD"]}
         inlined["chained_reads"] = score_graphs.has_chained_reads(score_graph)
-        configs = [forward_config(configs[0], compat.architecture(device), **inlined)]
+        configs = [forward_config(configs[0], Target.of(device).family, **inlined)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
     for tiled in common.tile_choices(options, "fwd", configs, tiles):
         _template.maybe_append_choice(
@@ -136,7 +139,7 @@ def _lower(
         8: common.indices_for_autotuning,
     }
     captured = [*score_captured, *mask_captured]
-    out = compat.autotune(
+    out = autotune(
         "gradfuse_flex_forward",
         choices,
         [*inputs, *tables.buffers(), *captured],

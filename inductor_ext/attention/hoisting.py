@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..compat import flex_attention_hop
 from ..core import depend  # noqa: F401  (registers gradfuse::depend)
 from ..core.dynamo_graph import Inserter
 from ..core.purity import called
 from ..core.report import record, user_line
 from ..options import Options
+from ..torch_api.higher_order import flex_attention_hop
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 from .expressions import expression
 from .footprints import Footprint, Positions, footprints, inexact_integers, join_all, name_of, names

@@ -10,8 +10,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..compat import V, hint, input_buffer, ir
 from ..core.subgraphs import expression
+from ..torch_api.ir import inductor_ir, input_buffer
+from ..torch_api.lowering import V
+from ..torch_api.sizes import hint
 from .bounds import call, clamp, in_range, interval, safe_reads, wrap_negative
 from .captured_grads import Contribution, returning
 
@@ -129,7 +131,7 @@ def _device(node: Node) -> torch.device:
 def is_wide(buffers: Sequence[Any]) -> bool:
     """Whether some captured buffer has more elements than a 32-bit index can count."""
     for buffer in buffers:
-        if isinstance(buffer, ir.IRNode):
+        if isinstance(buffer, inductor_ir.IRNode):
             numel = sympy.prod(buffer.get_size())
             if not V.graph.sizevars.statically_known_leq(numel, INT32_ELEMENTS):
                 return V.graph.sizevars.shape_env is None or not numel.free_symbols or _hint_is_wide(numel)

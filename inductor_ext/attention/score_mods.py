@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..compat import flex_attention_hop
 from ..core.dynamo_graph import Inserter
 from ..core.purity import called, is_pure
 from ..core.report import leave_to_stock, record, user_line
 from ..options import Options
+from ..torch_api.higher_order import flex_attention_hop
 from .functional import Impure, functionalise
 
 NAME = "score_mods"

@@ -17,8 +17,9 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from .. import compat
-from ..compat import V, input_buffer
+from ..core.target import Target
+from ..torch_api.ir import input_buffer, is_aligned
+from ..torch_api.lowering import V
 from .diagonals import ANTIDIAGONAL_OPTION, DIAGONAL_OPTION
 
 aten = torch.ops.aten
@@ -118,12 +119,12 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
 
 def tma_takes(tensor: Any) -> bool:
     """Whether blocks of a tensor (2 to 4 dims) can be moved by TMA: rows of consecutive elements, aligned."""
-    if not compat.has_tma(tensor.get_device()):
+    if not Target.of(tensor.get_device()).tma:
         return False
     *outer, inner = tensor.get_stride()
     known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
     rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
-    return known(sympy.Eq(inner, 1)) and rows_aligned and compat.is_aligned(tensor, TMA_ALIGNMENT)
+    return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
 
 
 def _reads(table: Node) -> list[Node]:

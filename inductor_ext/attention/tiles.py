@@ -9,28 +9,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..core.target import Family
 from .captured import CapturedGradients
 
 #: Keys a forward tile holds at most where anything is inlined into it.
 WIDEST_WITH_MODS = 64
 
 
-def forward_config(config: Any, arch: int, *, score_mod: bool, mask_mod: bool, chained_reads: bool) -> Any:
-    """Stock's forward config for compute capability ``arch`` (90 is 9.0) and what is inlined into the kernel.
+def forward_config(config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool) -> Any:
+    """Stock's forward config for a family of GPUs and what is inlined into the kernel.
 
     A score_mod's temporaries do not fit beside 128 x 128 scores in four warps: on an H200 ``s + t[h, k]`` then takes
     24.4 ms, and 0.40 ms with 64 keys. Ampere spills even so in four warps, Blackwell even with nothing inlined, and every
     architecture where an index is itself read (``t[doc[q] - doc[k]]``).
     """
-    if score_mod or mask_mod or arch >= 100:
+    if score_mod or mask_mod or family == "blackwell":
         config = dataclasses.replace(config, block_n=min(config.block_n, WIDEST_WITH_MODS))
-    if chained_reads or ((score_mod or mask_mod) and arch < 90):
+    if chained_reads or ((score_mod or mask_mod) and family == "ampere"):
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
     return config
 
 
 def backward_config(
-    config: Any, arch: int, captured: CapturedGradients, *, one_pass: bool, mask_mod: bool, head_dim: int
+    config: Any, family: Family, captured: CapturedGradients, *, one_pass: bool, mask_mod: bool, head_dim: int
 ) -> Any:
     """Stock's backward config for what the kernel does with the gradients of captured tensors.
 
@@ -39,17 +40,17 @@ def backward_config(
     1.44, and 1.70 in the tile that spills nothing); small ones where there is an add for each score at a computed place,
     whose arithmetic spills otherwise.
     """
-    if one_pass and arch >= 90 and head_dim > 64:
+    if one_pass and head_dim > 64:
         config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=3)
-    elif one_pass and arch >= 90:
-        strips_on_hopper = captured.has_strips and arch < 100
+    elif one_pass:
+        strips_on_hopper = captured.has_strips and family == "hopper"
         queries = 32 if captured.gathers or strips_on_hopper else 64
         keys = 128 if captured.moves_blocks or strips_on_hopper else 64
         warps = 8 if captured.moves_blocks else 4
         config = dataclasses.replace(config, block_m1=queries, block_n1=keys, num_warps=warps, num_stages=3)
-    elif arch >= 100:
+    elif family == "blackwell":
         config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
-    elif arch < 90 and (captured.plans or mask_mod):
+    elif family == "ampere" and (captured.plans or mask_mod):
         tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
         smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
         config = dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))

@@ -17,11 +17,13 @@ from collections import Counter
 import torch
 from torch.fx import Node
 
-from ..compat import has_out_dtype_matmul, inductor_config, size_hint
 from ..core.joint_graph import HALF, Builder, after_tangents, value_of
 from ..core.purity import base, viewed, written
 from ..core.report import record, user_line
+from ..core.target import Target
 from ..options import Options
+from ..torch_api.config import inductor_config
+from ..torch_api.sizes import size_hint
 from .moves import PARTS, VIEWS, cast_of, constant_of, dtype_of, holds, moved
 
 NAME = "casts"
@@ -232,7 +234,7 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
     matmul = _OUT_DTYPE.get(source.target)
     if matmul is None or len(source.users) > 1 or dtype_of(source) not in HALF or not _leaves(cast, backward):
         return
-    if not has_out_dtype_matmul(value_of(source).device):
+    if not Target.of(value_of(source).device).out_dtype_matmul:
         return
     if any(dtype_of(operand) is not dtype_of(source) for operand in source.args):
         return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from ..torch_api.higher_order import scan_op, while_loop_op
 
 #: Queries a block, and keys a segment; the scores of one pair are [B, H, QUERY_BLOCK, KEY_SEGMENT] in memory.
 QUERY_BLOCK = 256
@@ -81,7 +81,7 @@ def scan(
         new, ys = block(list(carry) if init else [], list(x), list(rest[: len(others)]))
         return [*(new or [carry[0].clone()]), *ys]
 
-    result = compat.scan_op(step, start, xs, (*others, *_symbolic_sizes([*xs, *others])))
+    result = scan_op(step, start, xs, (*others, *_symbolic_sizes([*xs, *others])))
     return list(result[: len(init)]), list(result[count:])
 
 
@@ -162,7 +162,7 @@ class KeySegments:
 
         start = (torch.zeros((), dtype=torch.int64, device=self.device), *state_)
         operands = [*visits, *keyed_, *others_]
-        return list(compat.while_loop_op(more, body, start, (*operands, *_symbolic_sizes([*state_, *operands]))))[1:]
+        return list(while_loop_op(more, body, start, (*operands, *_symbolic_sizes([*state_, *operands]))))[1:]
 
     def add(self, whole: Tensor, part: Tensor, positions: Tensor) -> Tensor:
         """``whole`` [B, H, K, D] plus ``part`` of the segment at ``positions``; rows that are not real must be zero."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .. import compat
+from ..torch_api.frontend import saved_tensors_hooks_disabled
+from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
 
 
 class Inserter:
@@ -45,13 +46,13 @@ class Inserter:
         node.meta.update(self._kept)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
         # Without the hooks of a checkpoint around the region: what is computed here is no part of its forward.
-        with self._fake_mode, compat.saved_tensors_hooks_disabled():
+        with self._fake_mode, saved_tensors_hooks_disabled():
             node.meta["example_value"] = target(*args, **kwargs)
         return node
 
 
 #: Ops whose graphs are functions of numbers, which a kernel inlines: a part of the op, not a graph to rewrite.
-_OF_NUMBERS = (compat.flex_attention_hop, compat.flex_attention_backward_hop, compat.associative_scan_hop)
+_OF_NUMBERS = (flex_attention_hop, flex_attention_backward_hop, associative_scan_hop)
 
 
 def graphs_in(gm: GraphModule) -> Iterator[GraphModule]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import statically_known_true
+from ..torch_api.sizes import statically_known_true
 
 aten = torch.ops.aten
 prims = torch.ops.prims

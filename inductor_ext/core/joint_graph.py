@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..compat import detect_fake_mode
+from ..torch_api.tracing import detect_fake_mode
 from .purity import viewed
 from .shapes import same_sizes
 

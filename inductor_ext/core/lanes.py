@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..compat import uses_triton_on_cpu
+from ..torch_api.config import uses_triton_on_cpu
 
 #: Fewer lanes do not fill a GPU, where a program or a thread owns some of them for all time.
 FEWEST_LANES = 2048

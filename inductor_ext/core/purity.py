@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..torch_api.graph import OpOverload
+
 _OPERATORS = "add sub mul truediv floordiv matmul mod pow and or xor lshift rshift"
 _IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
 _DRAWS = "rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential"
@@ -37,7 +39,7 @@ def called(node: Node) -> str:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers, so that computing it once more gives something else."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return bool(_RANDOM.search(called(node)))
 
@@ -58,7 +60,7 @@ def viewed(node: Node) -> Node | None:
         return None
     if node.target is operator.getitem:
         return node.args[0] if viewed(node.args[0]) is not None else None
-    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
     aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     # ``_unsafe_view`` claims none, but shares memory once Inductor has lowered it.
     return node.args[0] if aliases or node.target is torch.ops.aten._unsafe_view.default else None
@@ -77,7 +79,7 @@ def written(graph: Graph) -> set[Node]:
 
 
 def _written_operands(node: Node) -> list[Node]:
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     found: list[Any] = []
     for i, argument in enumerate(node.target._schema.arguments):

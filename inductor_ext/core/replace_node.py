@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from .. import compat
+from ..torch_api.graph import pytree
+from ..torch_api.sizes import size_hint
+from ..torch_api.tracing import detect_fake_mode, trace
 
 
 def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Callable[..., Any]) -> None:
     """Replace ``node`` by the trace of ``function(*operands)``, whose nested outputs match the node's."""
     values = [o.meta["val"] if isinstance(o, Node) else o for o in operands]
-    fake_mode = compat.detect_fake_mode(values)
+    fake_mode = detect_fake_mode(values)
 
     # Before tracing: comparing symbolic strides in there would put the comparison into the graph.
     orders = [_memory_order(x) for x in pytree.tree_leaves(node.meta["val"], is_leaf=lambda x: x is None)]
@@ -27,7 +28,7 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
         return structure.unflatten(_in_order(x, order) for x, order in zip(leaves, orders, strict=True))
 
     with fake_mode:
-        traced = compat.trace(laid_out, values)
+        traced = trace(laid_out, values)
     inserted: dict[Node, Any] = {}
     inputs = iter(operands)
     with gm.graph.inserting_before(node):
@@ -49,7 +50,7 @@ def _memory_order(promised: Tensor | None) -> list[int]:
     """The dims of a result as they lie in memory, outermost first, by what the op's fake implementation promised."""
     if promised is None:
         return []
-    strides = [compat.size_hint(s) for s in promised.stride()]
+    strides = [size_hint(s) for s in promised.stride()]
     return sorted(range(promised.dim()), key=lambda d: strides[d], reverse=True)
 
 

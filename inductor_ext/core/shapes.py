@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..compat import statically_known_true
+from ..torch_api.sizes import statically_known_true
 
 
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:

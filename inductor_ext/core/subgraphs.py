@@ -14,9 +14,11 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
-from ..compat import PointwiseSubgraphLowering, V, input_buffer, ir, lowerings, trace
+from ..torch_api.graph import pytree
+from ..torch_api.ir import inductor_ir, input_buffer
+from ..torch_api.lowering import PointwiseSubgraphLowering, V, lowerings
+from ..torch_api.tracing import trace
 from .sources import function_of
 
 aten = torch.ops.aten
@@ -31,7 +33,7 @@ class _ScalarLowering(PointwiseSubgraphLowering):
         self.device = placeholders[0].get_device()
 
     def register_buffer(self, buffer: Any, *, set_name: bool = False) -> str:
-        reads = {dep.name for dep in buffer.get_reads()} if isinstance(buffer, ir.ComputedBuffer) else set()
+        reads = {dep.name for dep in buffer.get_reads()} if isinstance(buffer, inductor_ir.ComputedBuffer) else set()
         if reads & self.placeholder_names:
             return super().register_buffer(buffer, set_name=set_name)
         base = self.root_graph
@@ -63,22 +65,22 @@ def of_source(source: str, operands: Mapping[str, torch.dtype], device: torch.de
 
 
 def _computed(box: Any, device: torch.device) -> Any:
-    data = box.data.data if isinstance(box.data, ir.StorageBox) else None
+    data = box.data.data if isinstance(box.data, inductor_ir.StorageBox) else None
     if (
-        not isinstance(data, (ir.Pointwise, ir.InputBuffer))
+        not isinstance(data, (inductor_ir.Pointwise, inductor_ir.InputBuffer))
         or box.get_size()
-        or (isinstance(data, ir.InputBuffer) and data.get_name() in V.graph.graph_inputs)
+        or (isinstance(data, inductor_ir.InputBuffer) and data.get_name() in V.graph.graph_inputs)
     ):
         loader, rank = box.make_loader(), len(box.get_size())
-        data = ir.Pointwise.create(
+        data = inductor_ir.Pointwise.create(
             device=device,
             dtype=box.get_dtype(),
             inner_fn=functools.partial(lambda load, rank, _: load([sympy.Integer(0)] * rank), loader, rank),
             ranges=[],
         ).data.data
-    buffer = ir.ComputedBuffer(
+    buffer = inductor_ir.ComputedBuffer(
         name=None,
-        layout=ir.FlexibleLayout(device=device, dtype=box.get_dtype(), size=[]),
+        layout=inductor_ir.FlexibleLayout(device=device, dtype=box.get_dtype(), size=[]),
         data=data,
     )
     buffer.freeze_layout()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import compat
+from ..torch_api.template import autotune
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = _PACKAGE / "templates"
@@ -52,4 +52,4 @@ def run(
             **options,
             **config,
         )
-    return compat.autotune(template.name, choices, inputs, layout, {}, [], mutated)
+    return autotune(template.name, choices, inputs, layout, {}, [], mutated)

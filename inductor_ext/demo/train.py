@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from .. import compat
 from ..core.report import collect
+from ..torch_api.config import without_caches
 from .model import LanguageModel
 
 BATCH, LENGTH = 16, 128
@@ -92,7 +92,7 @@ def run(device_name: str | None, dtype_name: str, steps: int, seed: int) -> int:
     print(f"training a byte-level language model of {parameters:,} parameters on {device} in {dtype_name}; compiling ...")
 
     started, losses = time.time(), []
-    with collect() as report, compat.without_caches():
+    with collect() as report, without_caches():
         batch = next(data)
         compiled(batch, mask).backward()
     compiled_in = time.time() - started

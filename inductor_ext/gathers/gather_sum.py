@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compat import ir, lowerings, ops
+from ..torch_api.ir import inductor_ir
+from ..torch_api.lowering import lowerings, ops
 from .row_sums import accumulator
 
 #: Up to this many rows are added without a loop.
@@ -33,7 +34,9 @@ def lower(values: Any, places: Any, rows: Any, times: Any, strided: bool) -> Any
 
     common = {"device": values.get_device(), "dtype": dtype}
     if not isinstance(times, int) or times > MOST_UNROLLED:
-        chosen = ir.Pointwise.create(inner_fn=lambda i: read(i[0], i[2:], i[1]), ranges=[rows, times, *rest], **common)
+        chosen = inductor_ir.Pointwise.create(
+            inner_fn=lambda i: read(i[0], i[2:], i[1]), ranges=[rows, times, *rest], **common
+        )
         return lowerings[torch.ops.aten.sum](chosen, axis=[1])
 
     def total(index: Sequence[Any]) -> Any:
@@ -42,4 +45,4 @@ def lower(values: Any, places: Any, rows: Any, times: Any, strided: bool) -> Any
             result = ops.add(result, read(index[0], index[1:], j))
         return result
 
-    return ir.Pointwise.create(inner_fn=total, ranges=[rows, *rest], **common)
+    return inductor_ir.Pointwise.create(inner_fn=total, ranges=[rows, *rest], **common)

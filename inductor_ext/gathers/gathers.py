@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ..compat import size_hint, statically_known_true
 from ..core.joint_graph import SHAPE_ONLY, Builder, after_tangents, value_of
 from ..core.report import record, user_line
 from ..core.shapes import same_sizes
+from ..core.target import Target
 from ..options import Options
+from ..torch_api.sizes import size_hint, statically_known_true
 from .inverses import inverse
 from .permutations import Repeated, repeated
 from .scatter_adds import row_index
@@ -88,7 +89,7 @@ def needs_tuning(gm: GraphModule) -> bool:
 
 def cache_bytes(device: torch.device) -> float:
     """Bytes of the last cache before memory; infinite on a CPU, whose caches do not make this worth while."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else math.inf
+    return Target.of(device).l2
 
 
 def _match(node: Node) -> _Region | None:

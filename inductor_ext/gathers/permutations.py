@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import guarded_true, statically_known_true
 from ..core.integers import CASTS, SAME_VALUES, SORTS, holds_integers, sorted_dim, value_range
+from ..torch_api.sizes import guarded_true, statically_known_true
 
 aten = torch.ops.aten
 prims = torch.ops.prims

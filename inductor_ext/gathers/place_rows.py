@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import compat
-from ..compat import ops, uses_triton_on_cpu
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.ir import contiguous_strides, store_at
+from ..torch_api.lowering import empty_strided, ops
 
 
 def lower(values: Any, places: Any) -> Any:
@@ -23,5 +24,5 @@ def lower(values: Any, places: Any) -> Any:
     def at(index: Sequence[Any]) -> list[Any]:
         return [ops.indirect_indexing(place([index[0]]), size[0], check=in_cpp, wrap_neg=in_cpp), *index[1:]]
 
-    out = compat.empty_strided(size, compat.contiguous_strides(size), dtype=dtype, device=device)
-    return compat.store_at(out, values.make_loader(), size, at)
+    out = empty_strided(size, contiguous_strides(size), dtype=dtype, device=device)
+    return store_at(out, values.make_loader(), size, at)

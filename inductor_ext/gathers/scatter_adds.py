@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import statically_known_true
 from ..core.integers import SAME_VALUES
 from ..core.shapes import same_sizes
+from ..torch_api.sizes import statically_known_true
 from .permutations import same_values
 
 aten = torch.ops.aten

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..compat import size_hint, uses_triton_on_cpu
 from ..core.joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
 from ..core.report import record, user_line
 from ..core.shapes import same_sizes
 from ..options import Options
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.sizes import size_hint
 from .inverses import inverse
 from .permutations import names_once, repeated
 from .scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask

@@ -11,9 +11,11 @@ from typing import Any
 import sympy
 import torch
 
-from .. import compat
-from ..compat import SymbolicGridFn
 from ..core.templates import load, run
+from ..torch_api.ir import contiguous_strides, fixed_layout, full, realize
+from ..torch_api.lowering import empty_strided
+from ..torch_api.sizes import CeilDiv, known_at_most
+from ..torch_api.template import SymbolicGridFn, make_template
 from .row_sums import accumulator
 
 aten = torch.ops.aten
@@ -32,14 +34,14 @@ def _grid(chunks: Any, width: Any, meta: dict[str, Any], *, cdiv: Callable[..., 
     return chunks, cdiv(width, meta["BLOCK_H"]), 1
 
 
-_sums = compat.make_template("gradfuse_segment_sum", _grid, load("gathers/segment_sum"))
-_totals = compat.make_template("gradfuse_segment_totals", _grid, load("gathers/segment_totals"))
+_sums = make_template("gradfuse_segment_sum", _grid, load("gathers/segment_sum"))
+_totals = make_template("gradfuse_segment_totals", _grid, load("gathers/segment_totals"))
 
 
 def _block(width: Any, widest: int) -> int:
     """The tile's columns: a power of two that holds the row, if it is known to be that narrow."""
     block = 16
-    while block < widest and not compat.known_at_most(width, block):
+    while block < widest and not known_at_most(width, block):
         block *= 2
     return block
 
@@ -48,11 +50,11 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
     """The replacement of the op; its operands and result are those of ``gathers.row_sums.segment_sum``."""
     device, (count, width) = values.get_device(), values.get_size()
     wide = accumulator(values.get_dtype())
-    values, order, keys = compat.realize([values, order, keys])
-    out = compat.full([rows, width], 0, dtype, device)
-    chunks = sympy.Max(1, compat.CeilDiv(count, CHUNK))
-    partial_strides = compat.contiguous_strides([chunks, width])
-    tail = compat.empty_strided([chunks, width], partial_strides, dtype=wide, device=device)
+    values, order, keys = realize([values, order, keys])
+    out = full([rows, width], 0, dtype, device)
+    chunks = sympy.Max(1, CeilDiv(count, CHUNK))
+    partial_strides = contiguous_strides([chunks, width])
+    tail = empty_strided([chunks, width], partial_strides, dtype=wide, device=device)
     options = {"CHUNK": CHUNK, "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32", "num_stages": 1}
 
     block = _block(width, WIDEST_BLOCK)
@@ -61,7 +63,7 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         [{}],
         [values, order, keys, out, tail],
         [out, tail],
-        compat.fixed_layout(device, wide, [chunks, width], partial_strides),
+        fixed_layout(device, wide, [chunks, width], partial_strides),
         [chunks, width],
         **options,
         BLOCK_H=block,
@@ -73,7 +75,7 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         [{}],
         [keys, head, tail, out],
         [out],
-        compat.fixed_layout(device, torch.int32, [chunks], [1]),
+        fixed_layout(device, torch.int32, [chunks], [1]),
         [chunks, width],
         **options,
         BLOCK_H=_block(width, WIDEST_TOTALS),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import compat
 from ..core.kernels import next_power_of_two
+from ..core.target import Target
+from ..torch_api.config import inductor_config
+from ..torch_api.lowering import V
 
 
 def _width(query: Any, value: Any) -> int:
-    sizes = (compat.V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value))
+    sizes = (V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value))
     return next_power_of_two(max(sizes))
 
 
@@ -65,10 +67,10 @@ _Table = dict[int, dict[int, dict[str, Any]]]
 def _choices(table: _Table, elsewhere: _Table, query: Any, value: Any) -> list[dict[str, Any]]:
     size, width = query.get_dtype().itemsize, _width(query, value)
     by_width = dict(table[size])
-    if compat.architecture(query.get_device()) != 90:
+    if Target.of(query.get_device()).family != "hopper":
         by_width.update(elsewhere[size])
     fitting = [tile for widest, tile in by_width.items() if width <= widest]
-    return fitting if compat.inductor_config.max_autotune else fitting[:1]
+    return fitting if inductor_config.max_autotune else fitting[:1]
 
 
 def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .. import compat
 from ..core.cpu_loops import QUERY_BLOCK, KeySegments, QueryBlocks, scan
 from ..core.replace_node import replace_node
 from ..core.report import record, user_line
 from ..options import Options
+from ..torch_api.config import uses_triton_on_cpu
 from .tiles_op import normalised_rows, tile_gradients, weights_of, wide
 
 NAME = "mlstm"
@@ -27,7 +27,7 @@ NAME = "mlstm"
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Replace, in place, the two ops of every mLSTM on CPU tensors."""
-    if not own.enabled(NAME) or compat.uses_triton_on_cpu():
+    if not own.enabled(NAME) or uses_triton_on_cpu():
         return
     ops = torch.ops.gradfuse
     for op, name, function in (

@@ -13,11 +13,14 @@ from typing import Any
 import sympy
 import torch
 
-from .. import compat
-from ..compat import SymbolicGridFn, V
 from ..core import kernels
 from ..core.report import record, user_line
 from ..core.templates import load, run
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.ir import contiguous_strides, full, node_layout, realize, require_contiguous
+from ..torch_api.lowering import V, empty, empty_strided, fallback
+from ..torch_api.sizes import Mod
+from ..torch_api.template import SymbolicGridFn, make_template
 from .configs import backward_configs, forward_configs
 from .tiles_op import mlstm_tiles, mlstm_tiles_backward
 
@@ -39,14 +42,14 @@ def _backward_grid(planes: Any, length: Any, meta: dict[str, Any], *, cdiv: Call
     return planes, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
 
 
-_forward = compat.make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
-_backward = compat.make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
+_forward = make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
+_backward = make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
 
 
 def why_not(query: Any, value: Any) -> str | None:
     """Why these operands cannot go to the templates, or None where they can."""
     device, dtype = query.get_device(), query.get_dtype()
-    if device.type != "cuda" and not (device.type == "cpu" and compat.uses_triton_on_cpu()):
+    if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
         return f"device {device.type!r} has no kernel"
     if dtype not in kernels.SUPPORTED_DTYPES:
         return f"dtype {dtype}"
@@ -65,7 +68,7 @@ def _options(query: Any, value: Any, scale: float) -> dict[str, Any]:
         **{f"{name}_HEAD_DIM": width for name, width in widths.items()},
         **{f"{name}_ROUNDED": width for name, width in rounded.items()},
         "SAFE_HEAD_DIM": widths == rounded,
-        "EVEN": sizevars.statically_known_true(sympy.Eq(compat.Mod(length, kernels.LARGEST_TILE), 0)),
+        "EVEN": sizevars.statically_known_true(sympy.Eq(Mod(length, kernels.LARGEST_TILE), 0)),
         "LOG2_SCALE": math.log2(scale),
         "EXACT_GATES": query.get_dtype().itemsize == 4,
         "FLOAT32_PRECISION": kernels.float32_precision(),
@@ -73,12 +76,12 @@ def _options(query: Any, value: Any, scale: float) -> dict[str, Any]:
 
 
 def _empty(layout: Any) -> Any:
-    return compat.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
+    return empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
 
 def _row_numbers(query: Any) -> Any:
     size = list(query.get_size()[:3])
-    return compat.empty_strided(size, compat.contiguous_strides(size), dtype=torch.float32, device=query.get_device())
+    return empty_strided(size, contiguous_strides(size), dtype=torch.float32, device=query.get_device())
 
 
 def _grid_sizes(query: Any) -> list[Any]:
@@ -87,7 +90,7 @@ def _grid_sizes(query: Any) -> list[Any]:
 
 
 def _none(device: torch.device) -> Any:
-    return compat.empty(0, device=device)
+    return empty(0, device=device)
 
 
 def lower_forward(
@@ -109,17 +112,17 @@ def lower_forward(
     if reason is not None:
         record(NAME, "mlstm", BLOCKS, reason, where)
         operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
-        return compat.fallback(mlstm_tiles)(*operands)
+        return fallback(mlstm_tiles)(*operands)
     device = query.get_device()
-    rows = [compat.require_contiguous(x) for x in (log_weight, log_max, floor)]
-    affine = [_none(device) if x is None else compat.require_contiguous(x) for x in (norm_weight, norm_bias)]
-    query, key, value, *rows_and_affine = compat.realize([query, key, value, *rows, *affine])
-    layout = compat.node_layout(0)
+    rows = [require_contiguous(x) for x in (log_weight, log_max, floor)]
+    affine = [_none(device) if x is None else require_contiguous(x) for x in (norm_weight, norm_bias)]
+    query, key, value, *rows_and_affine = realize([query, key, value, *rows, *affine])
+    layout = node_layout(0)
     plain = norm_weight is None and norm_bias is None
-    normalised = compat.empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
+    normalised = empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
     row_sum, rstd = _row_numbers(query), _row_numbers(query)
     if not norm:
-        rstd = compat.full(list(query.get_size()[:3]), 1, torch.float32, device)
+        rstd = full(list(query.get_size()[:3]), 1, torch.float32, device)
     written = [normalised, row_sum, rstd]
     out = run(
         _forward,
@@ -157,16 +160,16 @@ def lower_backward(
     if reason is not None:
         record(NAME, "mlstm_backward", BLOCKS, reason, where)
         operands = (query, key, value, grad, log_weight, log_row, term, place, through_max, scale, has_max_term)
-        return compat.fallback(mlstm_tiles_backward)(*operands)
-    rows = [compat.require_contiguous(x) for x in (log_weight, log_row, term, place, through_max)]
-    query, key, value, grad, *rows = compat.realize([query, key, value, grad, *rows])
-    written = [_empty(compat.node_layout(0)), _empty(compat.node_layout(2)), _row_numbers(query), _row_numbers(query)]
+        return fallback(mlstm_tiles_backward)(*operands)
+    rows = [require_contiguous(x) for x in (log_weight, log_row, term, place, through_max)]
+    query, key, value, grad, *rows = realize([query, key, value, grad, *rows])
+    written = [_empty(node_layout(0)), _empty(node_layout(2)), _row_numbers(query), _row_numbers(query)]
     grad_key = run(
         _backward,
         backward_configs(query, value),
         [query, key, value, grad, *rows, *written],
         written,
-        compat.node_layout(1),
+        node_layout(1),
         _grid_sizes(query),
         HAS_MAX_TERM=has_max_term,
         **_options(query, value, scale),

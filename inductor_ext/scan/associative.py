@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import associative_scan_hop, size_hint, uses_triton_on_cpu
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.graph import pytree
+from ..torch_api.higher_order import associative_scan_hop
+from ..torch_api.sizes import size_hint
 
 #: Times a chunk: as much as Inductor scans in one tile.
 CHUNK = 1024
@@ -74,7 +77,7 @@ def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[T
     xs = [x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x for x in xs]
 
     def wide(*flat: Tensor) -> list[Tensor]:
-        results = torch.utils._pytree.tree_leaves(combine(*flat))
+        results = pytree.tree_leaves(combine(*flat))
         return [y.to(x.dtype) for x, y in zip(xs, results, strict=True)]
 
     count = (length + CHUNK - 1) // CHUNK

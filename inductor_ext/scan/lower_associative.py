@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import compat
 from ..options import Options
+from ..torch_api.ir import in_order_of, node_layout
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,6 +18,6 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def lowered(combine_fn: Any, xs: Any, additional_inputs: Any) -> Any:
         results = stock(combine_fn, xs, additional_inputs)
-        return [compat.in_order_of(result, compat.node_layout(i).stride) for i, result in enumerate(results)]
+        return [in_order_of(result, node_layout(i).stride) for i, result in enumerate(results)]
 
     return lowered

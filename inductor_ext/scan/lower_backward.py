@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import compat
 from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.ir import node_layout, realize
+from ..torch_api.lowering import empty_strided, fallback
+from ..torch_api.template import make_template
 from .lower_linear import grid
 from .scan_backward import scan_backward
 
@@ -28,7 +31,7 @@ def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-_template = compat.make_template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
+_template = make_template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
 
 
 def lower(
@@ -44,11 +47,11 @@ def lower(
 ) -> Any:
     """The replacement of the op; its operands and results are those of ``ops.scan_backward.scan_backward``."""
     device = xs[0].get_device()
-    if device.type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven, reverse)
-    inputs = compat.realize([*ys, *xs, *grads])
-    layouts = [compat.node_layout(i) for i in range(len(xs))]
-    stored = [compat.empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
+    if device.type == "cpu" and not uses_triton_on_cpu():
+        return fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven, reverse)
+    inputs = realize([*ys, *xs, *grads])
+    layouts = [node_layout(i) for i in range(len(xs))]
+    stored = [empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
     planes, _, lanes = xs[0].get_size()
     names = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     last = run(

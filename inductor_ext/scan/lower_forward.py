@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from ..compat import V
 from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.ir import node_layout, realize
+from ..torch_api.lowering import V, empty_strided, fallback
+from ..torch_api.template import make_template
 from .lower_linear import grid
 from .scan_forward import computed_in, scan_forward
 
-_template = compat.make_template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
+_template = make_template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
 
 
 def _tile(leaves: int) -> dict[str, Any]:
@@ -30,14 +32,12 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, revers
     A result that nothing uses is not stored (None here); into the last one that is used, Inductor may fuse what uses it.
     """
     device = xs[0].get_device()
-    if device.type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(scan_forward)(xs, source, shape, dim, reverse)
-    inputs = compat.realize(xs)
-    layouts = [compat.node_layout(i) for i in range(len(xs))]
+    if device.type == "cpu" and not uses_triton_on_cpu():
+        return fallback(scan_forward)(xs, source, shape, dim, reverse)
+    inputs = realize(xs)
+    layouts = [node_layout(i) for i in range(len(xs))]
     *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
-    results = {
-        i: compat.empty_strided(layouts[i].size, layouts[i].stride, dtype=layouts[i].dtype, device=device) for i in others
-    }
+    results = {i: empty_strided(layouts[i].size, layouts[i].stride, dtype=layouts[i].dtype, device=device) for i in others}
     kinds = [computed_in(x.get_dtype()) for x in xs]
     planes, _, lanes = xs[0].get_size()
     results[last] = run(

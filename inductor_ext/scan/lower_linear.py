@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import compat
-from ..compat import SymbolicGridFn
 from ..core.templates import load, run
+from ..torch_api.config import uses_triton_on_cpu
+from ..torch_api.ir import node_layout, realize
+from ..torch_api.lowering import fallback
+from ..torch_api.sizes import hint
+from ..torch_api.template import SymbolicGridFn, make_template
 from .linear_scan import accumulator, linear_scan
 
 
@@ -19,7 +22,7 @@ def grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., A
     return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
 
 
-_template = compat.make_template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
+_template = make_template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
 
 
 def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, Any]:
@@ -37,14 +40,14 @@ def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
     planes, _, lanes = sizes
     if lanes != 1:
         return LANES_INNERMOST[itemsize]
-    return TIME_INNERMOST if compat.hint(planes) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
+    return TIME_INNERMOST if hint(planes) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
 
 
 def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
     """The replacement of the op; its operands and result are those of ``ops.linear_scan.linear_scan``."""
-    if inputs.get_device().type == "cpu" and not compat.uses_triton_on_cpu():
-        return compat.fallback(linear_scan)(coefficients, inputs, shape, dim, reverse, dtype)
-    operands = [x for x in compat.realize([coefficients, inputs]) if x is not None]
+    if inputs.get_device().type == "cpu" and not uses_triton_on_cpu():
+        return fallback(linear_scan)(coefficients, inputs, shape, dim, reverse, dtype)
+    operands = [x for x in realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
     options = {
         "GATED": coefficients is not None,
@@ -55,4 +58,4 @@ def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, revers
         "ACC_DTYPE": "tl.float64" if accumulator(coefficients, inputs) is torch.float64 else "tl.float32",
     }
     tile = _choose(sizes, max(x.get_dtype().itemsize for x in operands))
-    return run(_template, [tile], operands, [], compat.node_layout(), [sizes[0], sizes[2]], **options)
+    return run(_template, [tile], operands, [], node_layout(), [sizes[0], sizes[2]], **options)

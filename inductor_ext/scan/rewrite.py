@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ..compat import associative_scan_hop
 from ..core.purity import changes_in_place
 from ..core.report import record, user_line
 from ..core.terms import op
 from ..options import Options
+from ..torch_api.higher_order import associative_scan_hop
 from .scan import scan
 
 NAME = "scans"

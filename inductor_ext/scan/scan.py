@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core.depend import depend
+from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
 from .linear_scan import scanned, suits
@@ -104,7 +105,7 @@ def scan(
         before, now = flat[: count + len(captured)], flat[count + len(captured) :]
         tensors = iter(now[count:])
         rest = (next(tensors) if n is None else n for n in numbers)
-        results = torch.utils._pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
+        results = pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
         # A result of the op may not be one of its operands.
         return [*results, *(x.clone() for x in now[count:])]
 
@@ -139,7 +140,7 @@ def scan_gradients(
         for i in floating:
             before[i].requires_grad_()
             now[i].requires_grad_()
-        after = torch.utils._pytree.tree_leaves(combine(*before, *now))
+        after = pytree.tree_leaves(combine(*before, *now))
         jacobian = _jacobian(after, before, floating)
         groups = _groups(_reached(jacobian, grads), jacobian)
         if any(len(group) > 1 for group in groups) and scan_backward.suits(xs):

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import trace_apart
 from ..core import lanes
 from ..core.sources import function_of, source_of
+from ..torch_api.graph import pytree
+from ..torch_api.tracing import trace_apart
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +46,7 @@ def product(combine: Callable[..., Any], count: int, reached: Sequence[int]) -> 
     def gradients(*flat: Tensor) -> list[Tensor]:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in flat[: 2 * count]]
-            after = torch.utils._pytree.tree_leaves(combine(*leaves))
+            after = pytree.tree_leaves(combine(*leaves))
             weighted = zip(reached, flat[2 * count :], strict=True)
             outputs, weights = zip(*((after[i], weight) for i, weight in weighted if after[i].requires_grad), strict=True)
             parts = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import trace_apart
 from ..core import lanes
 from ..core.sources import function_of, source_of
+from ..torch_api.graph import pytree
+from ..torch_api.tracing import trace_apart
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool)
 #: More do not fit into registers beside each other.
@@ -33,7 +34,7 @@ def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> s
     kinds = [computed_in(dtype) for dtype in dtypes]
 
     def combined(*flat: Tensor) -> list[Tensor]:
-        results = torch.utils._pytree.tree_leaves(combine(*flat))
+        results = pytree.tree_leaves(combine(*flat))
         return [y.to(kind) for y, kind in zip(results, kinds, strict=True)]
 
     module = trace_apart(combined, [*kinds, *kinds])

@@ -5,9 +5,9 @@ from unittest import mock
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext import compat
 from inductor_ext.attention import hoisting
 from tests.support.emitted import triton_sources
+from tests.support.targets import on_target
 
 LENGTH, DIM = 128, 64
 
@@ -47,7 +47,7 @@ def sources(name, dtype=torch.bfloat16, arch=90, **options):
     inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
     # The lengths stand for long ones, whose lookups by query and key are not made into tables.
     in_the_kernel = mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0)
-    with mock.patch.object(compat, "architecture", lambda device: arch), in_the_kernel:
+    with on_target(architecture=arch), in_the_kernel:
         compiled = torch.compile(ATTENTIONS[name](table, kernel_options=options or None), backend="gradfuse", fullgraph=True)
         forward, backward = triton_sources(compiled, *inputs, tma=arch >= 90)
     return {"forward": forward, "backward": backward}

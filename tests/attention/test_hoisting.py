@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from torch.fx import Interpreter
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from inductor_ext import compat, passes
+from inductor_ext import passes
 from inductor_ext.options import Options
+from inductor_ext.torch_api.higher_order import flex_attention_hop
 from tests.support import random_score_mods
 from tests.support.dynamo_graphs import Stop, after
 from tests.support.eager_graphs import eager_graphs
@@ -163,7 +164,7 @@ class UpToAttention(Interpreter):
     """Runs a Dynamo graph and evaluates the score_mod of its flex_attention on index grids."""
 
     def call_function(self, target, args, kwargs):
-        if target is not compat.flex_attention_hop:
+        if target is not flex_attention_hop:
             return super().call_function(target, args, kwargs)
         generator = torch.Generator().manual_seed(2)
         score = torch.randn(random_score_mods.EXTENTS, generator=generator)

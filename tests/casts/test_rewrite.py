@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import inductor_ext
 from inductor_ext.casts import rewrite as casts
 from inductor_ext.casts.moves import cast_of, dtype_of, holds, moved
 from inductor_ext.core import joint_graph
+from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from tests.support import snapshots
 from tests.support.eager_graphs import eager_graphs
@@ -253,7 +253,7 @@ def test_idempotent(name):
 
 
 def test_the_report_counts_the_bytes():
-    with eager_graphs(), inductor_ext.core.report.collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(through_views, backend="gradfuse")(x(6, 4)).sum().backward()
     (decision, *_) = [d for d in report.decisions if d.pass_name == "casts"]
     assert decision.op == "bfloat16 -> float32 -> bfloat16" and decision.path == "removed"
@@ -263,7 +263,7 @@ def test_the_report_counts_the_bytes():
 @pytest.mark.parametrize("name", ["lossy", "lossy_in_the_middle", "bfloat16_through_float16", "float16_through_bfloat16"])
 def test_a_cast_that_rounds_stays(name):
     function, argument = CASES[name]
-    with eager_graphs(), inductor_ext.core.report.collect() as report:
+    with eager_graphs(), collect() as report:
         torch.compile(function, backend="gradfuse")(argument).float().sum().backward()
     assert not [d for d in report.decisions if d.pass_name == "casts"], report
 

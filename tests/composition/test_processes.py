@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from inductor_ext import compat
+from inductor_ext.torch_api import config
 
 from . import small
 
@@ -262,7 +262,7 @@ def test_nothing_is_bypassed():
     counters.clear()
     with (
         fresh_cache(),
-        mock.patch.object(compat, "compile_fx_inner", no_code),
+        mock.patch.object(config, "compile_fx_inner", no_code),
         pytest.raises(Exception, match="NoCodeError"),
     ):
         torch.compile(layer, backend="gradfuse", fullgraph=True)(*small.inputs())

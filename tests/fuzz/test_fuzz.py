@@ -115,8 +115,8 @@ def _spoilt(scale):
 
         return run
 
-    original = backend.compat.compile_fx
-    return mock.patch.object(backend.compat, "compile_fx", compile_fx)
+    original = backend.config.compile_fx
+    return mock.patch.object(backend.config, "compile_fx", compile_fx)
 
 
 @pytest.mark.parametrize("name", KNOWN)

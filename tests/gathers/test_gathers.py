@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import inductor_ext
-from inductor_ext import compat
+from inductor_ext.core.report import collect
 from inductor_ext.gathers import gathers
+from inductor_ext.torch_api.config import without_caches
 from tests.attention.case import relative_error
 
 TOKENS, TOPK, WIDTH = 40, 4, 24
@@ -87,7 +87,7 @@ def step(function, inputs, chosen, seed):
 def test_same_values(function, dtype):
     inputs, chosen = operands(dtype), routing()
     compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
-    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with without_caches(), collect() as report:
         got = step(compiled, inputs, chosen, 1)
     want = step(function, [x.detach().double().requires_grad_() for x in inputs], chosen, 1)
     eager = step(function, inputs, chosen, 1)
@@ -102,6 +102,6 @@ def test_same_values(function, dtype):
 def test_one_that_fits_into_the_cache_is_left_alone(monkeypatch):
     monkeypatch.setattr(gathers, "cache_bytes", lambda device: TOKENS * WIDTH * 4)
     inputs, chosen = operands(torch.float32), routing()
-    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with without_caches(), collect() as report:
         step(torch.compile(permute, backend="gradfuse"), inputs, chosen, 1)
     assert not [d for d in report.decisions if d.pass_name == "gathers"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import inductor_ext
+from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.eager_graphs import eager_graphs
 
@@ -79,7 +79,7 @@ def test_breaks_no_more_graphs_than_stock(layer):
 def test_the_sorted_layer_needs_no_atomics():
     inputs = operands(torch.bfloat16)
     torch._dynamo.reset()
-    with eager_graphs(), inductor_ext.core.report.collect() as report:
+    with eager_graphs(), collect() as report:
         step(torch.compile(LAYERS[0], backend="gradfuse"), inputs, torch.ones(TOKENS, WIDTH).bfloat16())
     paths = [d.path for d in report.decisions if d.pass_name == "scatters"]
     assert paths and set(paths) == {"gather"}

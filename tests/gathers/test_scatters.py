@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-import inductor_ext
-from inductor_ext import compat
+from inductor_ext.core.report import collect
+from inductor_ext.torch_api.config import without_caches
 from tests.attention.case import relative_error
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
@@ -198,7 +198,7 @@ def test_as_exact_as_fp32_rounded_once(function, dtype):
     weight = torch.randn(function(x, chosen).shape).to(dtype).float()
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
-    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with without_caches(), collect() as report:
         out, got = gradients(compiled, x, chosen, weight)
     assert {d.path for d in report.decisions if d.pass_name == "scatters"} == PATHS[function], report
     want_out, want = gradients(function, x.double(), chosen, weight.double())
@@ -219,7 +219,7 @@ def test_deterministic_without_proof(function, dtype):
     x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
     weight = torch.randn(function(x, chosen).shape).to(dtype).float()
     options = {"deterministic": True}
-    with triton_on_cpu(), compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with triton_on_cpu(), without_caches(), collect() as report:
         _, got = gradients(torch.compile(function, backend="gradfuse", fullgraph=True, options=options), x, chosen, weight)
     assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {"segments"}
     _, want = gradients(function, x.double(), chosen, weight.double())
@@ -254,7 +254,7 @@ def test_deterministic_element_by_element(function, dtype):
     x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
     weight = torch.randn(function(x, chosen).shape).to(dtype).float()
     options = {"deterministic": True}
-    with triton_on_cpu(), compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with triton_on_cpu(), without_caches(), collect() as report:
         got = gradients(torch.compile(function, backend="gradfuse", fullgraph=True, options=options), x, chosen, weight)
     assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {"segments"}
     want, once = gradients(function, x.double(), chosen, weight.double()), gradients(function, x.float(), chosen, weight)
@@ -284,7 +284,7 @@ def test_can_be_disabled():
     x, chosen = torch.randn(TOKENS, WIDTH).bfloat16(), routing()
     torch._dynamo.reset()
     compiled = torch.compile(permute, backend="gradfuse", options={"disable": ["scatters"]})
-    with compat.without_caches(), inductor_ext.core.report.collect() as report:
+    with without_caches(), collect() as report:
         gradients(compiled, x, chosen, torch.ones(TOKENS * TOPK, WIDTH))
     assert not report.decisions
 
@@ -342,8 +342,8 @@ def test_lengths_that_data_decides(name, deterministic):
     options = {"deterministic": deterministic}
     with contextlib.ExitStack() as scope:
         scope.enter_context(torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True))
-        scope.enter_context(compat.without_caches())
-        report = scope.enter_context(inductor_ext.core.report.collect())
+        scope.enter_context(without_caches())
+        report = scope.enter_context(collect())
         out = torch.compile(function, backend="gradfuse", fullgraph=True, options=options)(leaf, mask, chosen)
         (got,) = torch.autograd.grad(out.float().square().sum(), leaf)
     assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {path}

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-import inductor_ext
 from inductor_ext.core import cpu_loops as dense_loops
+from inductor_ext.core.report import collect
 from tests.support import snapshots
 from tests.support.eager_graphs import eager_graphs
 from tests.support.joint_graphs import text
@@ -80,7 +80,7 @@ def test_memory_is_linear_in_the_length():
 
 def test_the_report_says_so():
     case = Case(length=20)
-    with inductor_ext.core.report.collect() as report, eager_graphs():
+    with collect() as report, eager_graphs():
         compiled(case)(*case.operands()).sum().backward()
     assert [(d.op, d.path) for d in report.decisions] == [
         ("mlstm", "blocked dense math"),

@@ -8,8 +8,8 @@ import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.compat import associative_scan_hop
 from inductor_ext.scan.linear_scan import linear_scan
+from inductor_ext.torch_api.higher_order import associative_scan_hop
 from tests.attention.case import relative_error
 from tests.support.emitted import kernels_of
 from tests.support.interpreter import INTERPRETED, triton_on_cpu

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import inductor_ext
-from inductor_ext.compat import associative_scan_hop
+from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from inductor_ext.scan import rewrite as scans
 from inductor_ext.scan.scan import scan
+from inductor_ext.torch_api.higher_order import associative_scan_hop
 from tests.support import snapshots
 from tests.support.joint_graphs import rewritten, text
 
@@ -46,7 +46,7 @@ def dynamo_graph(additional=(), flips=False):
 
 def test_the_op_gets_a_gradient_of_its_own():
     gm, xs = dynamo_graph(), leaves("ff", 9)
-    with inductor_ext.core.report.collect() as report:
+    with collect() as report:
         scans.rewrite(gm, Options())
     assert gm.graph.find_nodes(op="call_function", target=scan)
     assert [d.path for d in report.decisions] == ["scan"]

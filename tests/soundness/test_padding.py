@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_ext import compat
+from inductor_ext.torch_api.config import without_caches
+from inductor_ext.torch_api.lowering import masks_in_registers
 from tests.attention.case import relative_error
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
@@ -33,7 +34,7 @@ def rows_of_probabilities(x):
 def test_matches_float64(function, device):
     x = torch.randn(64, device=device)
     torch._dynamo.reset()
-    with triton_on_cpu() if device == "cpu" else contextlib.nullcontext(), compat.without_caches():
+    with triton_on_cpu() if device == "cpu" else contextlib.nullcontext(), without_caches():
         got = torch.compile(function, backend="gradfuse")(x)
     for mine, exact in zip(got, function(x.double()), strict=True):
         assert relative_error(mine, exact) < 1e-6
@@ -43,6 +44,6 @@ def test_stock_is_left_as_it_was():
     from torch._inductor.codegen.triton import TritonKernelOverrides
 
     before = TritonKernelOverrides.masked
-    with compat.masks_in_registers():
+    with masks_in_registers():
         pass
     assert TritonKernelOverrides.masked is before

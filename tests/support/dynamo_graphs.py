@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from inductor_ext import compat
 from inductor_ext.core.report import collect
+from inductor_ext.torch_api.higher_order import flex_attention_hop
 
 
 class Stop(Exception):
@@ -29,7 +29,7 @@ def after(rewrite_module, attention, query):
     def spy(gm, own):
         with collect() as report:
             rewrite(gm, own)
-        (node,) = gm.graph.find_nodes(op="call_function", target=compat.flex_attention_hop)
+        (node,) = gm.graph.find_nodes(op="call_function", target=flex_attention_hop)
         text = str(getattr(gm, node.args[3].target).graph)
         text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
         seen.update(graph=text.replace(", kwargs = {}", ""), node=node, outer=[str(n.target) for n in gm.graph.nodes])

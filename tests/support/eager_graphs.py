@@ -3,7 +3,8 @@
 import contextlib
 from unittest import mock
 
-from inductor_ext import compat
+from inductor_ext.torch_api import config
+from inductor_ext.torch_api.config import without_caches
 
 
 @contextlib.contextmanager
@@ -25,5 +26,5 @@ def eager_graphs():
         run._boxed_call = True
         return run
 
-    with compat.without_caches(), mock.patch.object(compat, "compile_fx_inner", as_it_is):
+    with without_caches(), mock.patch.object(config, "compile_fx_inner", as_it_is):
         yield graphs

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from . import compat
 from .core.report import Decision, Report, collect
+from .torch_api.config import without_caches
+from .torch_api.graph import pytree
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def explain(
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         torch.compiler.reset()
-        with collect() as report, compat.without_caches():
+        with collect() as report, without_caches():
             compiled = torch.compile(function, backend="gradfuse", mode=mode, options=options, dynamic=dynamic)
             output = compiled(*args, **kwargs)
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]

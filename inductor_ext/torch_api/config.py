@@ -1,0 +1,90 @@
+"""Inductor's configuration, its caches and the compiler itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import get_donated_idxs
+
+__all__ = ["CustomGraphPass", "compile_fx", "compile_fx_inner", "inductor_config"]
+
+
+def inductor_options() -> list[str]:
+    """Every option that ``torch.compile(options=...)`` takes for Inductor."""
+    return sorted(inductor_config.get_config_copy())
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any], dynamic: bool | None) -> dict[str, Any]:
+    """The configuration that ``backend="inductor"`` would set for ``mode`` and ``options``, checked as it checks them."""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+
+
+def reset_cudagraphs() -> None:
+    """Forget recorded CUDA graphs, as ``torch._dynamo.reset`` asks of Inductor's own wrapper."""
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+def custom_passes(value: Any) -> list[Any]:
+    """A custom-pass option (None, one pass or, from torch 2.13, several) as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def donated_buffers() -> list[int] | None:
+    """The saved tensors that the backward which is being compiled may overwrite.
+
+    Inductor's key of a backward graph knows nothing of them (torch 2.11 to 2.15): a backward that must keep them, for
+    ``retain_graph``, would take the code of one that overwrites what it reads, and a second call would be wrong.
+    """
+    return get_donated_idxs()
+
+
+def cacheable(functions: dict[str, str], patches: dict[str, Any]) -> dict[str, Any]:
+    """The configuration by which the caches of AOTAutograd and Inductor take graphs with these functions, and our loops.
+
+    ``functions`` gives each one's qualified name and what its behaviour depends on, which joins the keys; what the user's
+    configuration ``patches`` names stays.
+    """
+    name = "unsafe_marked_cacheable_functions"
+    loops = {f"{op.__module__}.{op.__name__}": "" for op in (scan_op, while_loop_op)}
+    return {name: {**patches.get(name, getattr(inductor_config, name)), **loops, **functions}}
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile from scratch inside the block: neither the FX-graph cache nor AOTAutograd's is read or written."""
+    import torch._functorch.config as functorch_config
+
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def uses_triton_on_cpu() -> bool:
+    """Whether Inductor emits Triton for CPU tensors (the interpreter harness does)."""
+    return inductor_config.cpu_backend == "triton"
+
+
+@contextlib.contextmanager
+def deterministic_lowerings(wanted: bool) -> Iterator[None]:
+    """Lower what surrounds our kernels (the gradient of a gather) as under ``torch.use_deterministic_algorithms(True)``."""
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -1,0 +1,6 @@
+"""What the nodes of a graph hold: operators, their schemas, and nested tuples, lists and dicts of values."""
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+__all__ = ["HigherOrderOperator", "OpOverload", "pytree"]

@@ -1,0 +1,94 @@
+"""Inductor's tables of lowerings and decompositions, and how they are changed while one of our graphs compiles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+import torch._inductor.decomposition as _decomposition
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.scan import scan_op
+from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.virtualized import V, ops
+
+__all__ = ["PointwiseSubgraphLowering", "V", "empty", "empty_strided", "lowerings", "ops"]
+
+
+def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:
+    """Put an op of ours into Inductor's table of decompositions, for good: a table passed to compile_fx has no cache key."""
+    _decomposition.decompositions[op] = decomposition
+    _decomposition.fast_random_decomps.cache_clear()
+
+
+def fallback(op: Any) -> Callable[..., Any]:
+    """The lowering that calls a custom op's own code."""
+    return fallback_handler(op._opoverload, add_to_fallback_set=False)
+
+
+@contextlib.contextmanager
+def override_lowerings(table: dict[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Swap entries of Inductor's table of lowerings and put the old ones back on any exit."""
+    before = {op: lowerings.get(op) for op in table}
+    lowerings.update(table)
+    try:
+        yield
+    finally:
+        for op, lowering in before.items():
+            if lowering is None:
+                lowerings.pop(op, None)
+            else:
+                lowerings[op] = lowering
+
+
+@contextlib.contextmanager
+def masks_in_registers() -> Iterator[None]:
+    """Inside the block Inductor's Triton masks a value that a kernel reads of what it computed itself.
+
+    Before 2.15 it leaves that to a load, and there is none: ``pad(softmax(x)[:-1], (0, 1)).sum()`` comes out as 1.
+    """
+    from torch._inductor.codegen.triton import TritonKernelOverrides
+    from torch._inductor.codegen.triton import ops as triton_ops
+
+    stock = TritonKernelOverrides.masked
+    if "store_cache" in stock.__code__.co_names:
+        yield
+        return
+
+    def masked(mask: Any, body: Any, other: Any) -> Any:
+        (output,) = body.graph.find_nodes(op="output")
+        kept = any(a.target == "load" and a.args[1] in V.kernel.cse.store_cache for a in output.args)
+        result = stock(mask, body, other)
+        return triton_ops.where(mask, result, triton_ops.constant(other, result.dtype)) if kept else result
+
+    TritonKernelOverrides.masked = staticmethod(masked)
+    try:
+        yield
+    finally:
+        TritonKernelOverrides.masked = staticmethod(stock)
+
+
+@contextlib.contextmanager
+def scans_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Let Inductor turn every ``scan`` that we put into ``gm`` into a loop that is right.
+
+    Two things are in the way. The loop counter is read as a Python scalar, which fake tensors allow only where Dynamo saw
+    the loop itself (or under fullgraph=True). And a loop body that updates what it carries in place hands its input back
+    as its output, after which the memory planner takes that buffer for dead and reuses it (seen in torch 2.13).
+    """
+    values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    fake_mode = detect_fake_mode(values)
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    if fake_mode is None or not any(graph.find_nodes(op="call_function", target=scan_op) for graph in graphs):
+        yield
+        return
+    before = fake_mode.allow_scalar_outputs
+    fake_mode.allow_scalar_outputs = True
+    try:
+        with inductor_config.patch(inplace_buffers=False):
+            yield
+    finally:
+        fake_mode.allow_scalar_outputs = before

@@ -1,0 +1,44 @@
+"""Triton templates of Inductor, and the choice between their tiles."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._inductor import ir as inductor_ir
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+
+__all__ = ["SymbolicGridFn"]
+
+
+def make_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
+    """A TritonTemplate whose input layouts are frozen where this torch has the switch."""
+    extra = {}
+    if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
+        extra["always_freeze_layout"] = True
+    return TritonTemplate(name=name, grid=grid, source=source, **extra)
+
+
+def autotune(
+    name: str,
+    choices: list[Any],
+    inputs: Sequence[Any],
+    layout: Any,
+    input_gen_fns: dict[int, Callable[..., Any]],
+    subgraph_inputs: Sequence[Any],
+    subgraph_outputs: Sequence[Any],
+) -> Any:
+    """Pick the fastest choice (the only one outside max-autotune) and return its output.
+
+    The subgraphs' inputs and outputs are left on the template buffer, where Inductor looks for the symbolic integers
+    that an inlined subgraph uses.
+    """
+    nodes = [x for x in inputs if isinstance(x, inductor_ir.IRNode)]
+    out = autotune_select_algorithm(name, choices, nodes, layout, input_gen_fns=input_gen_fns)
+    if isinstance(out, tuple):
+        out = out[0]
+    template_buffer = out.data.data
+    template_buffer.subgraph_inps = list(subgraph_inputs)
+    template_buffer.subgraph_outs = list(subgraph_outputs)
+    return out

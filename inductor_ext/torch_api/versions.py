@@ -1,0 +1,136 @@
+"""The names of torch that are not documented API: what they are, who uses them, and which this torch lacks.
+
+A new torch release is checked here first: ``gradfuse doctor`` lists what it no longer has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+#: The oldest and the newest release of torch that the tests run on.
+OLDEST, NEWEST = "2.11", "2.15"
+
+
+class UnsupportedTorchError(ImportError):
+    """This torch lacks names that gradfuse needs; ``missing`` lists them."""
+
+    def __init__(self, missing: list[PrivateName]) -> None:
+        self.missing = missing
+        lines = "".join(f"\n  {name.where}, used by torch_api/{name.used_by}.py" for name in missing)
+        super().__init__(
+            f"gradfuse works with torch {OLDEST} to {NEWEST}. This is torch {torch.__version__}, which lacks:{lines}\n"
+            'Install a supported torch, or go on without gradfuse: torch.compile(model, backend="inductor").'
+        )
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """where: "module" or "module:attribute". used_by: modules of torch_api. since: the first torch known to have it."""
+
+    where: str
+    used_by: str
+    since: str = OLDEST
+
+    def exists(self) -> bool:
+        """Whether this torch has it. Imports its module."""
+        module, _, attribute = self.where.partition(":")
+        try:
+            found = importlib.import_module(module)
+            functools.reduce(getattr, attribute.split(".") if attribute else (), found)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+
+def _of(module: str, used_by: str, *attributes: str) -> list[PrivateName]:
+    return [PrivateName(f"{module}:{a}" if a else module, used_by) for a in attributes or ("",)]
+
+
+NAMES: tuple[PrivateName, ...] = (
+    *_of("torch", "config", "_TorchCompileInductorWrapper"),
+    *_of("torch", "frontend", "_C.DispatchKey.Autograd"),
+    *_of("torch._dispatch.python", "tracing", "enable_python_dispatcher"),
+    *_of("torch._dynamo", "frontend", "eval_frame", "register_backend"),
+    *_of("torch._dynamo._trace_wrapped_higher_order_op", "frontend", "TransformGetItemToIndex"),
+    *_of("torch._dynamo.aot_compile_types", "frontend", "BundledAOTAutogradSerializableCallable", "SerializableCallable"),
+    *_of("torch._dynamo.backends.registry", "frontend", "_COMPILER_FNS"),
+    *_of("torch._dynamo.symbolic_convert", "frontend", "InstructionTranslator"),
+    *_of("torch._dynamo.utils", "frontend", "_disable_saved_tensors_hooks_during_tracing"),
+    *_of("torch._functorch.config", "config, frontend"),
+    *_of("torch._guards", "lowering, tracing", "detect_fake_mode"),
+    *_of("torch._higher_order_ops.associative_scan", "frontend", "associative_scan_op"),
+    *_of("torch._higher_order_ops.flex_attention", "frontend", "create_fw_bw_graph"),
+    *_of("torch._higher_order_ops.scan", "config, higher_order, lowering", "scan_op"),
+    *_of("torch._higher_order_ops.while_loop", "config, higher_order", "while_loop_op"),
+    *_of(
+        "torch._inductor.codegen.triton",
+        "lowering",
+        "TritonKernelOverrides.masked",
+        "ops",
+    ),
+    *_of("torch._inductor.compile_fx", "config", "compile_fx", "compile_fx_inner"),
+    *_of("torch._inductor.config", "config, lowering"),
+    *_of("torch._inductor.cudagraph_trees", "config", "reset_cudagraph_trees"),
+    *_of("torch._inductor.custom_graph_pass", "config", "CustomGraphPass"),
+    *_of("torch._inductor.decomposition", "lowering", "decompositions", "fast_random_decomps"),
+    *_of("torch._inductor.decomposition", "tracing", "select_decomp_table"),
+    *_of(
+        "torch._inductor.ir",
+        "ir, template",
+        "ComputedBuffer",
+        "ExternKernel",
+        "FixedLayout",
+        "FlexibleLayout",
+        "IRNode",
+        "IndexPutFallback",
+        "InputBuffer",
+        "MutationLayoutSHOULDREMOVE",
+        "Pointwise",
+        "Scatter",
+        "StorageBox",
+        "TensorBox",
+        "get_fill_order",
+        "get_stride_order",
+    ),
+    *_of("torch._inductor.lowering", "ir, lowering", "lowerings"),
+    *_of("torch._inductor.lowering", "lowering", "empty", "empty_strided", "fallback_handler"),
+    *_of("torch._inductor.select_algorithm", "ir", "realize_inputs"),
+    *_of(
+        "torch._inductor.select_algorithm",
+        "template",
+        "SymbolicGridFn",
+        "TritonTemplate",
+        "autotune_select_algorithm",
+    ),
+    *_of("torch._inductor.subgraph_lowering", "lowering", "PointwiseSubgraphLowering"),
+    *_of("torch._inductor.utils", "config", "get_donated_idxs"),
+    *_of("torch._inductor.virtualized", "higher_order, ir, lowering, sizes", "V"),
+    *_of("torch._inductor.virtualized", "lowering", "ops"),
+    *_of("torch._logging._internal", "tracing", "trace_log", "trace_structured"),
+    *_of("torch._ops", "graph", "HigherOrderOperator", "OpOverload"),
+    *_of("torch._subclasses.fake_tensor", "frontend", "FakeTensor"),
+    *_of("torch.compiler", "tracing", "_is_compiling_flag"),
+    *_of("torch.fx.experimental.proxy_tensor", "tracing", "make_fx"),
+    *_of("torch.fx.experimental.symbolic_shapes", "sizes", "guard_or_false", "statically_known_true"),
+    *_of("torch.nn.attention.flex_attention", "frontend", "_validate_device"),
+    *_of("torch.utils", "graph", "_pytree"),
+    *_of("torch.utils._python_dispatch", "tracing", "_disable_current_modes"),
+    *_of("torch.utils._sympy.functions", "sizes", "CeilDiv", "FloorDiv", "Mod"),
+    *_of("torch.utils._sympy.value_ranges", "sizes", "ValueRanges", "bound_sympy"),
+)
+
+
+def missing() -> list[PrivateName]:
+    """The names that this torch lacks."""
+    return [name for name in NAMES if not name.exists()]
+
+
+def check() -> None:
+    """Raise UnsupportedTorchError where this torch lacks a name that gradfuse needs."""
+    absent = missing()
+    if absent:
+        raise UnsupportedTorchError(absent)
