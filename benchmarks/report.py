@@ -1,21 +1,35 @@
-"""Write the README's tables and plots from ``results/*.json``.
+"""Write the generated parts of the documents: tables from ``results/*.json`` and from the code, and the plots.
 
-    python -m benchmarks.report            # rewrites the marked sections of README.md and docs/*.svg
+    python -m benchmarks.report            # rewrites the marked sections of README.md and docs/, and the SVG files
 
-A section of the README between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated; edit nothing there.
+The text between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` is generated. Do not edit it by hand;
+``tests/test_docs.py`` compares it with what this module would write.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from inductor_ext.options import PASSES, Options
 
 from .runner import RESULTS
 
 ROOT = Path(__file__).parent.parent
+COMPOSITION = ROOT / "tests" / "composition"
+#: Sentences that several captions share.
+MEDIANS = "Times are medians of `do_bench` in milliseconds."
+BUSY = f"{MEDIANS[:-1]}; the time in brackets is that for which the GPU is busy."
+ERRORS = "The error is the largest of output and gradients against float64."
+STEP = "Times are those of a training step (forward and backward) in milliseconds."
+MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -47,8 +61,8 @@ def flex_table() -> str:
     result = load("flex")
     first = result["rows"][0]
     lines = [
-        f"{provenance(result)} bf16, batch {first['batch']}, {first['heads']} heads, {first['length']} tokens; "
-        "milliseconds, median of `do_bench`; the error is that of the learned table's gradient against float64.",
+        f"{provenance(result)} The operands are bf16, with a batch of {first['batch']}, {first['heads']} heads and "
+        f"{first['length']} tokens. {MEDIANS} The error is that of the learned table's gradient against float64.",
         "",
         "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | deterministic | "
         "error: stock | gradfuse |",
@@ -67,7 +81,7 @@ def flex_table() -> str:
 def flex_sweep_table() -> str:
     result, compiled = load("flex_sweep"), load("flex_compile")
     lines = [
-        f"{provenance(result)} D=64, batch 2; milliseconds.",
+        f"{provenance(result)} D=64, with a batch of 2. Times are in milliseconds.",
         "",
         "| score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -93,9 +107,9 @@ def flex_sweep_table() -> str:
 def moe_table() -> str:
     result = load("moe")
     lines = [
-        f"{provenance(result)} bf16 unless named; milliseconds, median of `do_bench`, in brackets the time that the GPU is "
-        "busy (short kernels wait for this host); the bound is the bytes that the backward must move at 4.3 TB/s; the error "
-        "is the largest of output and gradients against float64. A forward includes its sort.",
+        f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for "
+        f"this host. The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} "
+        "A forward includes its sort.",
         "",
         "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
         "error: eager | stock | gradfuse |",
@@ -122,8 +136,8 @@ def both_times(row: dict[str, Any], direction: str) -> str:
 def casts_table() -> str:
     result = load("casts")
     lines = [
-        f"{provenance(result)} 8192 tokens, 4096 wide; milliseconds, median of `do_bench`; the errors against float64, in "
-        "the order of the parameters. Cast-only kernels and their bytes are counted in the code that Inductor wrote.",
+        f"{provenance(result)} There are 8192 tokens of width 4096. {MEDIANS} Errors are against float64, in the order "
+        "of the parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.",
         "",
         "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
         "|---|---|---|---|---|---|---|---|",
@@ -138,10 +152,9 @@ def casts_table() -> str:
 def mlstm_table() -> str:
     result = load("mlstm")
     lines = [
-        f"{provenance(result)} bf16, 8 heads, batches of 4096 tokens or one sequence, norm included; milliseconds, median "
-        "of `do_bench`, in brackets the time that the GPU is busy; the error is the largest of output and gradients against "
-        "float64; the peak is that of a step. mlstm-kernels 2.0.6: the kernels that are not listed make Triton's compiler "
-        "abort on this machine.",
+        f"{provenance(result)} The operands are bf16 with 8 heads, in batches of 4096 tokens or of one sequence, and the "
+        f"norm is included. {BUSY} {ERRORS} The peak is that of a step. `triton_limit_chunk` is from mlstm-kernels 2.0.6; "
+        "its other kernels make Triton's compiler abort on this machine.",
         "",
         "| tokens, head width | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|",
@@ -158,10 +171,9 @@ def mlstm_table() -> str:
 def scan_table() -> str:
     result = load("scan")
     lines = [
-        f"{provenance(result)} The gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space and products of 2 x 2 "
-        "matrices, real (4 leaves) and complex (8), their last leaf returned; milliseconds, median of `do_bench`, in "
-        "brackets the time that the GPU is busy; the error is the largest of output and gradients against float64 (1 is a "
-        "gradient of zeros).",
+        f"{provenance(result)} The cases are the gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space, and "
+        "products of 2 x 2 matrices, real (4 leaves) and complex (8), of which the last leaf is returned. "
+        f"{BUSY} {ERRORS} An error of 1 is a gradient of zeros.",
         "",
         "| case | shape, dim | | forward | backward | largest error | peak, MB |",
         "|---|---|---|---|---|---|---|",
@@ -226,7 +238,7 @@ def moe_plot(path: Path) -> None:
 def flex_cpu_table() -> str:
     result = load("flex_cpu")
     lines = [
-        f"{provenance(result)} fp32, batch 1, 8 heads, D=64; a training step (forward + backward) in milliseconds.",
+        f"{provenance(result)} The operands are fp32, with a batch of 1, 8 heads and D=64. {STEP}",
         "",
         "| score_mod | tokens | eager flex_attention (device check lifted) | gradfuse | eager / gradfuse |",
         "|---|---|---|---|---|",
@@ -242,8 +254,8 @@ def mlstm_cpu_table() -> str:
     result = load("mlstm_cpu")
     names = ("gradfuse", "eager op", "stock, plain form")
     lines = [
-        f"{provenance(result)} mLSTM with its norm, fp32, batch 1, 4 heads, D=64; a training step (forward + backward) in "
-        "milliseconds, in brackets the largest error of output and gradients.",
+        f"{provenance(result)} mLSTM with its norm in fp32, with a batch of 1, 4 heads and D=64. {STEP} The number in "
+        "brackets is the largest error of output and gradients.",
         "",
         "| tokens | " + " | ".join(names) + " |",
         "|---" * (1 + len(names)) + "|",
@@ -261,8 +273,8 @@ def fuzz_table() -> str:
         versions, settings = run["versions"], run["settings"]
         twice = ", each twice and compared bitwise" if settings["deterministic"] else ""
         ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
-        place = "CPU" if settings["device"] == "cpu" else versions["device"]
-        where = f"commit {run['commit']}, {place}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
+        device = "CPU" if settings["device"] == "cpu" else versions["device"]
+        where = f"commit {run['commit']}, {device}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
         for family, counts in run["counts"].items():
             totals.setdefault((where, family), Counter()).update(counts)
     lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
@@ -288,12 +300,122 @@ def sanitizer_table() -> str:
 def composition_table() -> str:
     """How many tests of ``tests/composition`` passed, by device and number of processes."""
     lines = ["| where | scenarios | passed | stock fails too | failed |", "|---|---|---|---|---|"]
-    for run in json.loads((RESULTS / "composition.json").read_text()).values():
-        e, outcomes = run["environment"], [row["outcome"] for row in run["rows"].values()]
-        where = f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
+    for run in composition().values():
+        outcomes = [row["outcome"] for row in run["rows"].values()]
         counts = [outcomes.count(o) for o in ("passed", "stock fails too", "failed")]
-        lines.append("| " + " | ".join(map(str, [where, len(outcomes), *counts])) + " |")
+        lines.append("| " + " | ".join(map(str, [_ran_on(run), len(outcomes), *counts])) + " |")
     return "\n".join(lines)
+
+
+def composition() -> dict[str, Any]:
+    return json.loads((RESULTS / "composition.json").read_text())
+
+
+def _ran_on(run: dict[str, Any]) -> str:
+    e = run["environment"]
+    return f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
+
+
+def _outcome(run: dict[str, Any], found: Callable[[str], bool]) -> str:
+    """What the rows of a run whose name is ``found`` have in common; "not run" where there is none."""
+    outcomes = list(dict.fromkeys(row["outcome"] for name, row in run["rows"].items() if found(name)))
+    return ", ".join(outcomes) or "not run"
+
+
+def scenarios() -> dict[str, str]:
+    """The distributed scenarios with the first line of what each says of itself, in the order of the code."""
+    found = {}
+    for file in ("scenarios.py", "parallel.py"):
+        for node in ast.parse((COMPOSITION / file).read_text()).body:
+            marks = [d.id for d in getattr(node, "decorator_list", ()) if isinstance(d, ast.Name)]
+            if isinstance(node, ast.FunctionDef) and "scenario" in marks:
+                found[node.name] = (ast.get_docstring(node) or "").splitlines()[0]
+    return found
+
+
+def several_gpus_table() -> str:
+    """Each distributed scenario, and how it went."""
+    runs = [run for run in composition().values() if run["environment"]["processes"] > 1]
+    lines = ["| scenario | what it is | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
+    for name, what in scenarios().items():
+        outcomes = [_outcome(run, lambda row, n=name: row.endswith(f"-{n}]")) for run in runs]
+        lines.append(f"| `{name}` | {what} | " + " | ".join(outcomes) + " |")
+    return "\n".join(lines)
+
+
+def one_process_table() -> str:
+    """Each test of the composition in one process, and how it went; the tests of our own tools are left out."""
+    runs = [run for run in composition().values() if run["environment"]["processes"] == 1]
+    names = sorted({name.partition("[")[0] for run in runs for name in run["rows"]})
+    lines = ["| subject | scenario | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
+    for name in names:
+        subject, _, test = name.partition(": test_")
+        if subject == "upstream":
+            continue
+        outcomes = [_outcome(run, lambda row, n=name: row.partition("[")[0] == n) for run in runs]
+        lines.append(f"| {subject} | {test.replace('_', ' ')} | " + " | ".join(outcomes) + " |")
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Win:
+    """A row of the README's table: what is measured, where it stands in a file of results, and stock's name there."""
+
+    what: str
+    file: str
+    where: dict[str, Any]
+    key: str
+    stock: str = "stock"
+
+
+WINS = (
+    Win("attention with `score * scale[h]`, backward", "flex", {"case": "head_scale", "dim": 64}, "backward_ms"),
+    Win("attention with T5's bucketed bias, backward", "flex", {"case": "t5", "dim": 64}, "backward_ms"),
+    Win("the combine step of a mixture of experts, forward", "moe", {"case": "combine-16384x8x2048"}, "forward_ms"),
+    Win("`associative_scan` of a gated recurrence, backward", "scan", {"case": "gated-dim1"}, "backward_ms"),
+    Win("mLSTM over 8192 tokens, backward", "mlstm", {"case": "S=8192 D=128"}, "backward_ms", "stock, plain form"),
+)
+
+
+def wins_table() -> str:
+    """Five rows of the tables of ``docs/benchmarks.md``."""
+    first = load("flex")["environment"]
+    lines = [
+        f"Milliseconds on one {first['device']}; the error is the largest of any output or gradient against float64, "
+        "where 1 means that a gradient came back as zeros.",
+        "",
+        "| what is measured | stock Inductor | gradfuse | ratio | error: stock | gradfuse |",
+        "|---|---|---|---|---|---|",
+    ]
+    for win in WINS:
+        rows = [r for r in load(win.file)["rows"] if all(r.get(k) == v for k, v in win.where.items())]
+        stocks, ours = (next(r for r in rows if r["peer"] == peer) for peer in (win.stock, "gradfuse"))
+        times = f"{stocks[win.key]:.2f} | {ours[win.key]:.2f} | {stocks[win.key] / ours[win.key]:.0f}×"
+        lines.append(f"| {win.what} | {times} | {max(stocks['error']):.1e} | {max(ours['error']):.1e} |")
+    return "\n".join(lines)
+
+
+def options_table() -> str:
+    """gradfuse's own options, as the docstring of ``Options`` describes them."""
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    texts = _described(inspect.getdoc(Options) or "")
+    for field in dataclasses.fields(Options):
+        default = "none" if field.default in (None, frozenset()) else field.default
+        kind = {"frozenset[str]": "list of names", "str | None": "path"}.get(str(field.type), field.type)
+        lines.append(f"| `{field.name}` | {kind} | {default} | {texts[field.name]} |")
+    return "\n".join(lines)
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """The entries ``name: text`` of a docstring, whose further lines are indented; a sentence each begins in upper case."""
+    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", docstring, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "`").strip() for name, text in entries}
+
+
+def passes_table() -> str:
+    """What ``disable`` may name."""
+    lines = ["| name | what it does |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', chr(92) + '|')} |" for name, what in PASSES.items())])
 
 
 def new_figure() -> tuple[Any, Any]:
@@ -318,9 +440,9 @@ def flex_plot(path: Path) -> None:
     cases = by_case(load("flex"), 64)
     figure, axes = new_figure()
     for shift, (peer, colour) in enumerate((("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
-        places = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
+        offsets = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
         heights = [cases[c][peer]["backward_ms"] for c in cases if "backward_ms" in cases[c][peer]]
-        bars = axes.bar(places, heights, 0.36, label=peer, color=colour)
+        bars = axes.bar(offsets, heights, 0.36, label=peer, color=colour)
         axes.bar_label(bars, fmt=lambda v: f"{v:.3g}", fontsize=7)
     for i, case in enumerate(cases):
         if "refused" in cases[case]["stock"]:
@@ -332,28 +454,40 @@ def flex_plot(path: Path) -> None:
     save(figure, axes, path)
 
 
+TABLES: dict[str, Callable[[], str]] = {
+    "wins": wins_table,
+    "options": options_table,
+    "passes": passes_table,
+    "flex": flex_table,
+    "flex_sweep": flex_sweep_table,
+    "flex_cpu": flex_cpu_table,
+    "mlstm_cpu": mlstm_cpu_table,
+    "moe": moe_table,
+    "casts": casts_table,
+    "mlstm": mlstm_table,
+    "scan": scan_table,
+    "fuzz": fuzz_table,
+    "sanitizer": sanitizer_table,
+    "composition": composition_table,
+    "several_gpus": several_gpus_table,
+    "one_process": one_process_table,
+}
+
+
+def documents() -> Iterator[Path]:
+    """The files that may hold generated sections."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def rendered(text: str) -> str:
+    """A document with every generated section as it should be now. Raises KeyError for a section of an unknown name."""
+    return MARK.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+
+
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    tables = {
-        "flex": flex_table,
-        "flex_sweep": flex_sweep_table,
-        "flex_cpu": flex_cpu_table,
-        "mlstm_cpu": mlstm_cpu_table,
-        "moe": moe_table,
-        "casts": casts_table,
-        "mlstm": mlstm_table,
-        "scan": scan_table,
-        "fuzz": fuzz_table,
-        "sanitizer": sanitizer_table,
-        "composition": composition_table,
-    }
-    for name, table in tables.items():
-        content = table()
-        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        text, count = re.subn(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
-        assert count == 1, name
-    readme.write_text(text)
+    for path in documents():
+        path.write_text(rendered(path.read_text()))
     flex_plot(RESULTS / "flex.svg")
     moe_plot(RESULTS / "moe.svg")
     mlstm_plot(RESULTS / "mlstm.svg")

@@ -52,7 +52,7 @@ def ddp(model: nn.Module, context: Context, **options: object) -> DistributedDat
 
 @scenario
 def ddp_compiled_outside(context: Context) -> None:
-    """Finding C6: Dynamo's compiler is a method of DDP's optimizer then."""
+    """torch.compile around DDP, whose optimizer for Dynamo then calls our compiler (finding C6)."""
     model = models.make().to(context.device)
     want = wanted(context, model)
     model = ddp(model, context)
