@@ -54,7 +54,8 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_template = make_template("gradfuse_flex_backward", _grid, load("attention/flex_backward", "attention/flex_tables"))
+_SOURCE = load("attention/flex_backward", "attention/flex_tables", "attention/kinds/*")
+_template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ any of these, deterministic               PARTIAL  into a workspace, summed afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from ..core import subgraphs
 from ..core.kernels import LARGEST_TILE
+from ..core.templates import Listed
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
@@ -64,11 +65,49 @@ class Plan:
         """Whether the tensor is a table of which a tile reads one vector."""
         return self.table is not None and self.table.kind.as_vector
 
+    def seen_by_template(self, number: int) -> TemplateContribution:
+        """The contribution as number ``number`` of its kernel."""
+        adds = self.reduction.name.lower()
+        if self.moved_by_tma:
+            adds = Reduction.BLOCK.name.lower()
+        elif self.as_vector and self.reduction is Reduction.PARTIAL:
+            adds = Reduction.DIAGONAL.name.lower()
+        return TemplateContribution(
+            number,
+            adds,
+            self.table.kind.name if self.table else "",
+            *self.axes,
+            checked=self.checked,
+            one_writer=self.reduction is Reduction.STORE,
+            partial=self.reduction is Reduction.PARTIAL,
+        )
+
     @property
     def moved_by_tma(self) -> bool:
         """Whether whole tiles go to the gradient of a table of pairs."""
         by_tile = self.reduction in (Reduction.BLOCK, Reduction.STORE)
         return by_tile and self.table is not None and self.table.kind is PAIR
+
+
+@dataclass(frozen=True)
+class TemplateContribution:
+    """A contribution as the backward template sees it.
+
+    adds: the reduction whose macro adds a tile of it. kind: that of its table, "" where it has none. by_batch, by_head,
+    by_query, by_key: what its offset depends on. checked: it may be out of bounds. one_writer: stored, not added. partial:
+    stored into a workspace.
+    """
+
+    number: int
+    adds: str
+    kind: str
+    by_batch: bool
+    by_head: bool
+    by_query: bool
+    by_key: bool
+    checked: bool
+    one_writer: bool
+    partial: bool
 
 
 @dataclass
@@ -141,27 +180,11 @@ class CapturedGradients:
         return any(plan.reduction is Reduction.SUM and plan.axes[2] for plan in self.plans)
 
     def options(self) -> dict[str, Any]:
-        """The template's options: bit i of each mask speaks of contribution i."""
-
-        def mask(holds: Callable[[Plan], Any]) -> int:
-            return sum(1 << i for i, plan in enumerate(self.plans) if holds(plan))
-
-        strips = mask(lambda p: p.reduction is Reduction.STRIP)
+        """What the backward template goes through, and the shape of strips."""
         return {
-            "NUM_CONTRIBUTIONS": len(self.plans),
-            "CHECKED_CONTRIBUTIONS": mask(lambda p: p.checked),
-            "QUERY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[2]),
-            "KEY_FREE_CONTRIBUTIONS": mask(lambda p: not p.axes[3]),
-            "ONE_WRITER_CONTRIBUTIONS": mask(lambda p: p.reduction is Reduction.STORE),
-            "PARTIAL_CONTRIBUTIONS": mask(lambda p: p.reduction is Reduction.PARTIAL),
-            "STRIPS": strips,
-            "BLOCK_CONTRIBUTIONS": mask(lambda p: p.moved_by_tma),
-            "DIAGONAL_CONTRIBUTIONS": mask(lambda p: p.as_vector and p.reduction is not Reduction.STORE),
-            "ANTIDIAGONAL_CONTRIBUTIONS": mask(lambda p: p.table and p.table.kind.name == "antidiagonal"),
-            "CONTRIBUTIONS_BY_BATCH": mask(lambda p: p.axes[0]),
-            "CONTRIBUTIONS_BY_HEAD": mask(lambda p: p.axes[1]),
+            "CONTRIBUTIONS": Listed(plan.seen_by_template(number) for number, plan in enumerate(self.plans)),
             "STRIP_ROWS": STRIP_ROWS,
-            "STRIP_OFFSET": strip_shape(*self.lengths)[0] if strips else 0,
+            "STRIP_OFFSET": strip_shape(*self.lengths)[0] if self.has_strips else 0,
         }
 
     def allocate(

@@ -35,7 +35,8 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_template = make_template("gradfuse_flex_forward", _grid, load("attention/flex_forward", "attention/flex_tables"))
+_SOURCE = load("attention/flex_forward", "attention/flex_tables", "attention/kinds/*")
+_template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
 
 
 def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.templates import Listed
 from ..torch_api.ir import input_buffer
 from . import descriptor
 from .kinds import PAIR, TiledKind
@@ -29,8 +30,9 @@ _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 @dataclass(frozen=True)
 class TileTable:
-    """One table: which captured tensor it is, what it holds, and whether by batch and by head."""
+    """Table ``number`` of a kernel: which captured tensor it is (``owner``), its kind, and whether by batch and by head."""
 
+    number: int
     owner: int
     kind: TiledKind
     by_batch: bool
@@ -45,14 +47,8 @@ class TileTables:
     captured: Sequence[Any]
 
     def options(self) -> dict[str, Any]:
-        """The templates' options: bit i of each mask speaks of table i."""
-        return {
-            "NUM_TABLES": len(self.tables),
-            "TABLES_BY_BATCH": sum(t.by_batch << i for i, t in enumerate(self.tables)),
-            "TABLES_BY_HEAD": sum(t.by_head << i for i, t in enumerate(self.tables)),
-            "ANTIDIAGONALS": sum((t.kind.name == "antidiagonal") << i for i, t in enumerate(self.tables)),
-            "PAIRS": sum((t.kind is PAIR) << i for i, t in enumerate(self.tables)),
-        }
+        """What the templates go through."""
+        return {"TABLES": Listed(self.tables)}
 
     def of(self, owner: int) -> TileTable | None:
         """The table that a captured tensor is, if it is one."""
@@ -67,11 +63,11 @@ class TileTables:
         graph = module.graph
         last = graph.find_nodes(op="placeholder")[-1]
         made = []
-        for i, table in enumerate(self.tables):
+        for table in self.tables:
             buffer = self.captured[table.owner]
             with graph.inserting_after(last):
-                tile = last = graph.placeholder(f"table_{i}")
-            made.append(input_buffer(f"table_{i}", buffer.get_dtype(), buffer.get_device()))
+                tile = last = graph.placeholder(f"table_{table.number}")
+            made.append(input_buffer(f"table_{table.number}", buffer.get_dtype(), buffer.get_device()))
             for read in _reads(inputs.captured[table.owner]):
                 tile.meta = dict(read.meta)
                 read.replace_all_uses_with(tile)
@@ -95,7 +91,7 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
         pair = [p for p, used in zip((inputs.b, inputs.h), axes, strict=True) if used] + [inputs.q, inputs.k]
         kind = described.get(owner) or (PAIR if all(read == pair for read in reads) else None)
         if kind is not None and kind.readable(captured[owner]):
-            found.append(TileTable(owner, kind, *axes))
+            found.append(TileTable(len(found), owner, kind, *axes))
     return TileTables(tuple(found), captured)
 
 

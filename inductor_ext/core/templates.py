@@ -16,9 +16,27 @@ TEMPLATE_DIR: Path = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "t
 
 
 def load(name: str, *macros: str) -> str:
-    """The source of ``templates/<name>.py.jinja`` (name: "feature/kernel"), the files of macros that it uses in front."""
-    files = [*(f"{m}.jinja" for m in macros), f"{name}.py.jinja"]
-    return "".join((TEMPLATE_DIR / f).read_text() for f in files)
+    """The source of ``templates/<name>.py.jinja`` (name: "feature/kernel"), the files of macros that it uses in front.
+
+    Macros are a file ("feature/file") or every file of a folder ("feature/folder/*").
+    """
+    files = [path for m in macros for path in sorted(TEMPLATE_DIR.glob(f"{m}.jinja"))]
+    return "".join(path.read_text() for path in [*files, TEMPLATE_DIR / f"{name}.py.jinja"])
+
+
+class Listed(tuple):
+    """Objects that a template goes through with ``for``.
+
+    Inductor writes every option of a template as a constant at the head of the kernel, where this one shows how many there
+    are. It also writes the ``repr`` of options into the kernel's metadata and into cache keys, as Python source: that of
+    this one is a string which tells all of its objects.
+    """
+
+    def __str__(self) -> str:
+        return str(len(self))
+
+    def __repr__(self) -> str:
+        return repr(super().__repr__())
 
 
 def bits(places: Iterable[int]) -> int:
