@@ -1,6 +1,6 @@
 """A gated recurrence, ``h_t = a_t h_{t-1} + b_t``, written as an associative_scan, that learns to remember.
 
-A token must be named after 31 others that mean nothing; the gradient, which reaches back through them all, is compared
+A token must be named after 15 others that mean nothing; the gradient, which reaches back through them all, is compared
 with a plain loop's in float64. torch offers the pointwise form, for which gradfuse has kernels, on a GPU only.
 
     python examples/gated_recurrence.py
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 8, 32, 32, 64
+VOCABULARY, WIDTH, LENGTH, BATCH = 8, 32, 16, 64
 
 
 def combine(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
