@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 8, 32, 16, 64
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def combine(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -25,36 +26,34 @@ class Memory(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keep, self.add = nn.Embedding(2 * VOCABULARY, WIDTH), nn.Embedding(2 * VOCABULARY, WIDTH)
+        self.gate, self.add = nn.Embedding(2 * VOCABULARY, WIDTH), nn.Embedding(2 * VOCABULARY, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, loop: bool = False) -> Tensor:
         """The cross-entropy of naming the first of the tokens [B, S] at the end; ``loop``: step by step."""
-        a, b = torch.sigmoid(self.keep(tokens) + 2), self.add(tokens)
-        h = torch.zeros_like(b[:, 0])
-        for t in range(LENGTH if loop else 0):
-            h = a[:, t] * h + b[:, t]
-        if not loop:
+        a, b = torch.sigmoid(self.gate(tokens) + 2), self.add(tokens)
+        if loop:
+            h = b[:, 0]
+            for t in range(1, LENGTH):
+                h = a[:, t] * h + b[:, t]
+        else:
             h = associative_scan(combine, (a, b), 1, combine_mode="pointwise" if a.is_cuda else "generic")[1][:, -1]
         return nn.functional.cross_entropy(self.head(h), tokens[:, 0])
 
 
 torch.manual_seed(0)
-device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Memory().to(device)
-compiled = torch.compile(model, backend="gradfuse")
+compiled, exact = torch.compile(model, backend="gradfuse"), copy.deepcopy(model).double()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-for _ in range(150):
+for step in range(100):
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), device=device)
     tokens[:, 1:] += VOCABULARY  # the others
     loss = compiled(tokens)
-    loss.backward()
-    optimizer.step()
     optimizer.zero_grad()
-
-exact = copy.deepcopy(model).double()
-(got,) = torch.autograd.grad(compiled(tokens), model.keep.weight)
-(want,) = torch.autograd.grad(exact(tokens, loop=True), exact.keep.weight)
-error = float((got - want).norm() / want.norm())
-assert loss < 0.5 and error < 1e-4
+    loss.backward()
+    if step == 0:
+        exact(tokens, loop=True).backward()
+        error = float((model.gate.weight.grad - exact.gate.weight.grad).norm() / exact.gate.weight.grad.norm())
+    optimizer.step()
+assert loss < 0.5 and error < 1e-5
 print(f"gated_recurrence: loss 2.08 (guessing) -> {loss:.3f}; relative error of the gates' gradient {error:.1e}")

@@ -10,9 +10,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+#: With an empty cache these have the most C++ to build; tests/mlstm and tests/composition cover what they show.
+SLOW = {"fsdp2", "mlstm_block"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=pytest.mark.slow if s.stem in SLOW else (), id=s.stem) for s in SCRIPTS]
+)
 def test_the_example_runs_as_its_docstring_says(script):
     """Without what this process set for its own kernels (TRITON_INTERPRET); one thread, as other tests run beside it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
