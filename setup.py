@@ -21,6 +21,8 @@ setup(
         "triton; sys_platform == 'linux'",
         "sympy",
         "numpy",
+        "tabulate>=0.9",
+        "tqdm",
     ],
     extras_require={
         # NumPy 2.4 no longer turns one-element arrays into scalars, which Triton 3.6's interpreter relies on.

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import compat, lowerings, passes, repro, verify
+from . import compat, lowerings, passes, pictures, repro, verify
+from .core.report import compiling, user_line
 from .dump import Dump
 from .gathers import gathers
 from .mlstm import op as mlstm_op
@@ -107,8 +108,9 @@ def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
     @functools.wraps(compat.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         direction = "backward" if kwargs.get("is_backward") else "forward"
-        passes.run("post_aot", gm, own, dump)
         with contextlib.ExitStack() as scope:
+            scope.enter_context(compiling(dump.number))
+            passes.run("post_aot", gm, own, dump)
             scope.enter_context(compat.scans_allowed(gm))
             scope.enter_context(compat.deterministic_lowerings(own.deterministic))
             scope.enter_context(compat.override_lowerings(lowerings.table(own)))
@@ -135,12 +137,14 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
     dump = Dump(own.dump, number)
-    passes.run("dynamo", gm, own, dump)
-    with compat.without_caches() if own.dump is not None else contextlib.nullcontext():
+    first = next(filter(None, map(user_line, gm.graph.nodes)), "")
+    with compiling(number, first), compat.without_caches() if own.dump is not None else contextlib.nullcontext():
+        draw = pictures.watch(gm, own, number)
+        passes.run("dynamo", gm, own, dump)
         compiled = compat.compile_fx(
             gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
         )
-        return compat.serializable(compiled)
+        return draw(compat.serializable(compiled))
 
 
 def gradfuse(

@@ -54,7 +54,7 @@ def explain(
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         torch.compiler.reset()
-        with collect() as report, compat.without_caches():
+        with collect(pictures=True) as report, compat.without_caches():
             compiled = torch.compile(function, backend="gradfuse", mode=mode, options=options, dynamic=dynamic)
             output = compiled(*args, **kwargs)
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]

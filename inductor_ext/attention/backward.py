@@ -193,7 +193,8 @@ def _lower(
     if one_pass:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, dtype)
     note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
-    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
+    reductions = tuple((plan.owner, plan.kind.value) for plan in captured.plans)
+    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
     return grad_query, grad_key, grad_value, captured.results(score_captured)
 
 

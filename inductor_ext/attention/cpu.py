@@ -20,7 +20,7 @@ from ..core.cpu_loops import QUERY_BLOCK
 from ..core.replace_node import replace_node
 from ..core.report import STOCK, record, user_line
 from ..options import Options
-from .captured_grads import NotUnderstood, take_apart
+from .captured_grads import JointGraph, NotUnderstood, axes_of, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
 
@@ -101,7 +101,19 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
     operands += [*_blocks(block_mask), *captured, *mask_captured]
     replace_node(gm, node, operands, backward)
     count = sum(len(c) for c in joint.captured if c)
-    record(NAME, "flex_attention_backward", "blocked dense math", f"CPU, {count} captured contributions", where)
+    note = f"CPU, {count} captured contributions"
+    record(NAME, "flex_attention_backward", "blocked dense math", note, where, _reductions(joint))
+
+
+def _reductions(joint: JointGraph) -> tuple[tuple[int, str], ...]:
+    """For the report: how each contribution to a captured gradient is reduced."""
+    found = []
+    for owner, contributions in enumerate(joint.captured):
+        for contribution in contributions or ():
+            free = [n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used]
+            how = f"summed over the {' and '.join(free)} of a block, then added" if free else "every pair of a block added"
+            found.append((owner, how))
+    return tuple(found)
 
 
 def _blocks(block_mask: FlexBlockMask) -> list[Any]:

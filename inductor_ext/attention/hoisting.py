@@ -347,6 +347,8 @@ class _Hoist:
         footprint = join_all((self.footprints[n] for _, n in group))
         read, note = self.tables.read(group, footprint)
         read.meta = dict(group[0][1].meta)
+        # Which terms of the user's a table holds, where somebody has marked them (pictures.py).
+        read.meta["terms"] = {t for _, n in group for m in self._cone(n) for t in m.meta.get("terms", ())}
         self.reads.add(read)
         self.footprints[read] = footprint
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")

@@ -1,0 +1,169 @@
+"""Values of score_mods and masks on a grid of positions, and of the operands of an op somewhere in a Dynamo graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from . import compat
+from .core.purity import changes_in_place, is_random
+from .reference import Reference, called_once
+
+#: The most positions along one side of a picture.
+MOST = 128
+
+
+def sampled(length: int) -> list[int]:
+    """At most ``MOST`` positions of ``length``, evenly spread, the first and the last among them."""
+    if length <= MOST:
+        return list(range(length))
+    return [round(i * (length - 1) / (MOST - 1)) for i in range(MOST)]
+
+
+class NotKnown(Exception):
+    """A value of the user's run cannot be computed a second time."""
+
+
+class Values:
+    """The values of a Dynamo graph's nodes, and of those of the graphs in it, computed from the inputs of a call.
+
+    Only what is asked for is computed, and what that is computed from. Raises NotKnown where a value is not repeatable: it
+    comes from random numbers, or from a tensor that is written in place.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._callers: dict[GraphModule, tuple[GraphModule, Node]] = {}
+        self._inputs: dict[Node, Any] = {}
+        self._interpreters: dict[GraphModule, Reference] = {}
+        self._top = gm
+        self._find_callers(gm)
+
+    def _find_callers(self, gm: GraphModule) -> None:
+        """Which op of which graph calls each graph in ``gm``, where that op simply calls it."""
+        for node in gm.graph.nodes:
+            if not isinstance(node.target, torch._ops.HigherOrderOperator) or not called_once(node.target):
+                continue
+            bodies = [a for a in node.args if isinstance(a, Node) and a.op == "get_attr"]
+            body = gm.get_submodule(bodies[0].target) if bodies else None
+            if isinstance(body, GraphModule) and body not in self._callers:
+                self._callers[body] = (gm, node)
+                self._find_callers(body)
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """The inputs of the call."""
+        self._inputs = dict(zip(self._top.graph.find_nodes(op="placeholder"), inputs, strict=True))
+
+    def of(self, gm: GraphModule, argument: Any) -> Any:
+        """The value of an argument: a node of ``gm``, a constant, or a tuple of these."""
+        if isinstance(argument, (tuple, list)):
+            return tuple(self.of(gm, a) for a in argument)
+        return self._node(gm, argument) if isinstance(argument, Node) else argument
+
+    def _node(self, gm: GraphModule, node: Node) -> Any:
+        if gm not in self._interpreters:
+            self._interpreters[gm] = Reference(gm, None)
+        interpreter = self._interpreters[gm]
+        needed = cone(node)
+        written = next((n for n in gm.graph.nodes if changes_in_place(n) and not needed.isdisjoint(n.all_input_nodes)), None)
+        random = next((n for n in needed if is_random(n)), None)
+        if written is not None or random is not None:
+            raise NotKnown(f"it comes from {'random numbers' if written is None else 'a tensor that is written in place'}")
+        for n in gm.graph.nodes:
+            if n in needed and n not in interpreter.env:
+                interpreter.env[n] = self._placeholder(gm, n) if n.op == "placeholder" else interpreter.run_node(n)
+        return interpreter.env[node]
+
+    def _placeholder(self, gm: GraphModule, placeholder: Node) -> Any:
+        if gm is self._top:
+            return self._inputs[placeholder]
+        if gm not in self._callers:
+            raise NotKnown("it is computed inside a branch or a loop")
+        caller, node = self._callers[gm]
+        names = gm.graph.find_nodes(op="placeholder")
+        operands = [a for a in node.args if not isinstance(a, str)][-len(names) :]
+        return self.of(caller, operands[names.index(placeholder)])
+
+
+def cone(node: Node) -> set[Node]:
+    """A node and all that it is computed from."""
+    seen, stack = {node}, [node]
+    while stack:
+        new = set(stack.pop().all_input_nodes) - seen
+        seen |= new
+        stack += new
+    return seen
+
+
+class _Scalars(Interpreter):
+    """Runs a graph of numbers under vmap; an index beyond a tensor, as a mask may hide it, is moved inside."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A call; reads stay inside the tensor."""
+        if target is operator.getitem and isinstance(args[0], Tensor):
+            table, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            args = (table, tuple(_inside(i, n) for i, n in zip(indices, table.shape, strict=False)))
+        return super().call_function(target, args, kwargs)
+
+
+def _inside(index: Any, size: int) -> Any:
+    if not isinstance(index, Tensor) or index.dim() or index.dtype == torch.bool:
+        return index
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+def evaluate(
+    module: GraphModule, node: Node, rows: list[int], columns: list[int], device: torch.device, captured: Sequence[Any]
+) -> Tensor:
+    """[rows, columns]: a node of a score_mod, which does not depend on the score, for b = h = 0 at these positions."""
+    copies: dict[Node, Node] = {}
+    graph = Graph()
+    graph.graph_copy(module.graph, copies)
+    graph.output(copies[node])
+    graph.eliminate_dead_code()
+    score = module.graph.find_nodes(op="placeholder")[0]
+    if score in cone(node):
+        raise NotKnown("it depends on the score")
+    zero = torch.zeros((), device=device)
+    return score_grid(GraphModule(module, graph), rows, columns, device, captured, [zero])
+
+
+def score_grid(
+    module: GraphModule,
+    rows: list[int],
+    columns: list[int],
+    device: torch.device,
+    captured: Sequence[Any],
+    first: Sequence[Tensor] = (),
+) -> Tensor:
+    """[rows, columns]: ``module(*first, 0, 0, row, column, *captured)``, as fp32 on the CPU."""
+    interpreter = _Scalars(module)
+    nothing = torch.zeros((), dtype=torch.int32, device=device)
+
+    def at(q: Tensor, k: Tensor) -> Tensor:
+        return torch.as_tensor(interpreter.run(*first, nothing, nothing, q, k, *captured), device=device)
+
+    q, k = (torch.tensor(p, dtype=torch.int32, device=device) for p in (rows, columns))
+    with compat.scalar_indexing():
+        result = torch.vmap(torch.vmap(at, in_dims=(None, 0)), in_dims=(0, None))(q, k)
+    return result.float().cpu()
+
+
+def block_states(
+    num_blocks: Tensor, indices: Tensor, full_num_blocks: Tensor | None, full_indices: Tensor | None
+) -> Tensor:
+    """[query blocks, key blocks] of batch element and head 0: 0 skipped, 1 partial, 2 full."""
+    counts, listed = num_blocks[0, 0].cpu(), indices[0, 0].cpu()
+    states = torch.zeros(listed.shape, dtype=torch.int64)
+    lists = [(counts, listed, 1)]
+    if full_num_blocks is not None and full_indices is not None:
+        lists.append((full_num_blocks[0, 0].cpu(), full_indices[0, 0].cpu(), 2))
+    for number, blocks, state in lists:
+        for row in range(states.shape[0]):
+            states[row, blocks[row, : int(number[row])].long()] = state
+    return states
