@@ -15,7 +15,7 @@ from .core.report import Decision, Report, collect
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``print(explanation)`` shows a table.
+    """What ``explain`` found; ``print(explanation)`` shows a table, a notebook shows pictures too.
 
     report: the decisions, in the order they were taken. output: what the function returned.
     """
@@ -32,6 +32,19 @@ class Explanation:
     def fallbacks(self) -> list[Decision]:
         """The decisions that left an op to stock Inductor."""
         return self.report.fallbacks
+
+    def html(self, title: str = "gradfuse") -> str:
+        """An HTML page that needs nothing but itself: the decisions, and for each flex_attention heat maps of its mask and
+        of each learned term of its score_mod over (query, key).
+        """
+        from .explain_html import page
+
+        return page(self.report, title)
+
+    def _repr_html_(self) -> str:
+        from .explain_html import fragment
+
+        return fragment(self.report)
 
     def __str__(self) -> str:
         return str(self.report)

@@ -154,9 +154,7 @@ def score_grid(
     return result.float().cpu()
 
 
-def block_states(
-    num_blocks: Tensor, indices: Tensor, full_num_blocks: Tensor | None, full_indices: Tensor | None
-) -> Tensor:
+def block_states(num_blocks: Tensor, indices: Tensor, full_num_blocks: Tensor | None, full_indices: Tensor | None) -> Tensor:
     """[query blocks, key blocks] of batch element and head 0: 0 skipped, 1 partial, 2 full."""
     counts, listed = num_blocks[0, 0].cpu(), indices[0, 0].cpu()
     states = torch.zeros(listed.shape, dtype=torch.int64)

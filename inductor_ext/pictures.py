@@ -181,7 +181,7 @@ def _extents(node: Node) -> list[Any]:
 
 
 def learned_terms(graph: Graph) -> list[Node]:
-    """The learned terms of a score_mod's graph: the largest parts that are no sums, learn, and do not depend on the score."""
+    """The learned terms of a score_mod's graph: the largest parts that learn, are no sums, and are without the score."""
     inputs = score_mods.placeholders(graph)
     learns = {n for n in inputs[score_mods.INPUTS :] if _is_learned(n)}
     scored = {inputs[0]}

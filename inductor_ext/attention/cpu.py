@@ -110,7 +110,9 @@ def _reductions(joint: JointGraph) -> tuple[tuple[int, str], ...]:
     found = []
     for owner, contributions in enumerate(joint.captured):
         for contribution in contributions or ():
-            free = [n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used]
+            free = [
+                n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used
+            ]
             how = f"summed over the {' and '.join(free)} of a block, then added" if free else "every pair of a block added"
             found.append((owner, how))
     return tuple(found)

@@ -76,7 +76,7 @@ class Report:
         return list(dict.fromkeys((f"{d.op}\n-> {d.path}\n(pass {d.pass_name})", d.why, d.where) for d in self.decisions))
 
     def text(self, width: int | None = None) -> str:
-        """The table with lines of at most ``width`` characters; default: as wide as the terminal, 100 where there is none."""
+        """The table with lines of at most ``width`` characters; default: those of the terminal, 100 without one."""
         return table(("decision", "why", "where"), self.rows(), width) if self.decisions else NOTHING
 
     def __str__(self) -> str:
