@@ -32,6 +32,8 @@ _STYLE = """
 .gradfuse dl { margin: 4px 0; display: grid; grid-template-columns: max-content 1fr; gap: 1px 8px }
 .gradfuse dt { color: #555 } .gradfuse dd { margin: 0 }
 """
+#: Heads the decisions that were not taken while a graph was compiled.
+AT_RUN_TIME = "At run time"
 #: What the colours of a mask and of its blocks stand for.
 MASK_NAMES = ("hidden", "shown by the mask_mod", "shown, no mask computed")
 BLOCK_NAMES = ("skipped", "mask_mod computed", "full, no mask computed")
@@ -50,6 +52,7 @@ def fragment(report: Report, title: str = "") -> str:
         parts.append(_graph(report.of_graph(number), order, report.graphs[number]))
     others = report.of_graph(None)
     if others.decisions or not report.graphs:
+        parts += [f"<h2>{AT_RUN_TIME}</h2>"] * bool(report.graphs)
         parts.append(_decisions(others.decisions))
     return f'<div class="gradfuse"><style>{_STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
@@ -179,4 +182,5 @@ def lines(report: Report, width: int | None = None) -> Iterable[str]:
         yield ""
     others = report.of_graph(None)
     if others.decisions:
+        yield AT_RUN_TIME
         yield others.text(width)

@@ -29,13 +29,13 @@ from .core.report import log, pictures_wanted, record_picture, unrecorded, user_
 from .grids import Values, block_states, cone, evaluate, sampled, score_grid
 from .options import Options
 
-#: What a kernel reads of something that depends on the positions like this.
+#: How many values are read of something that depends on the positions like this.
 READS = {
     Positions.NONE: "one value for all pairs",
     Positions.ROW: "one value a query",
     Positions.COLUMN: "one value a key",
-    Positions.DIAGONAL: "one value a distance k - q, M + N - 1 values for a tile of M x N",
-    Positions.ANTIDIAGONAL: "one value a sum k + q, M + N - 1 values for a tile of M x N",
+    Positions.DIAGONAL: "one value a distance k - q",
+    Positions.ANTIDIAGONAL: "one value a sum k + q",
     Positions.PAIR: "one value a pair",
 }
 
@@ -231,7 +231,8 @@ def _describe_reads(gm: GraphModule, attention: Node, sketch: _Sketch) -> None:
         reads = _reads(node, operands)
         term.owners = tuple(dict.fromkeys(places.index(read.args[0]) for read in reads))
         term.hoisted = any(read.args[0] in tables for read in reads)
-        parts = [_reading(read, operands[read.args[0]], read.args[0] in tables, depends[read]) for read in reads]
+        on_gpu = sketch.query.meta["example_value"].device.type != "cpu"
+        parts = [_reading(read, operands[read.args[0]], read.args[0] in tables, depends[read], on_gpu) for read in reads]
         term.read = ("" if node in reads else "computed in the kernel from ") + "; ".join(dict.fromkeys(parts))
 
 
@@ -240,11 +241,13 @@ def _reads(node: Node, operands: dict[Node, Any]) -> list[Node]:
     return [n for n in cone(node) if n.op == "call_function" and n.args and n.args[0] in operands and _is_float(n)]
 
 
-def _reading(read: Node, operand: Any, is_table: bool, footprint: Footprint) -> str:
+def _reading(read: Node, operand: Any, is_table: bool, footprint: Footprint, on_gpu: bool) -> str:
     """What a kernel reads at one place of a score_mod."""
     shape = [compat.length(n) for n in operand.meta["example_value"].shape]
     name = "a table made outside the kernel" if is_table else expression(read.args[0])
     how = "looked up for every pair" if footprint.unknown or footprint.score else READS[footprint.positions]
+    if is_table and footprint.positions in (Positions.DIAGONAL, Positions.ANTIDIAGONAL) and on_gpu:
+        how += ", M + N - 1 of them for a tile of M x N"
     return f"{name} {shape}: {how}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,11 @@ def short_path(file: str) -> str:
     return file
 
 
-def progress(what: str, unit: str, total: int | None = None) -> Any:
-    """A ``tqdm`` bar on stderr, shown after a few seconds only, and only where stderr is a terminal."""
+def progress(what: str, unit: str, *, of: Iterable[Any] | None = None, total: int | None = None) -> Any:
+    """A ``tqdm`` bar on stderr, shown after a few seconds only, and only where stderr is a terminal.
+
+    of: what is iterated over; without it the caller calls ``update()`` on the bar, a context manager, ``total`` times.
+    """
     from tqdm import tqdm
 
-    return tqdm(desc=what, unit=unit, total=total, delay=PATIENCE, leave=False, disable=None)
+    return tqdm(of, desc=what, unit=unit, total=total, delay=PATIENCE, leave=False, disable=None)
