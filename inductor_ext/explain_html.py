@@ -95,7 +95,7 @@ def _masks(picture: Picture) -> list[str]:
     if picture.mask is None:
         return []
     figures = [_categories("mask", picture.mask, MASK_NAMES)]
-    if picture.blocks is not None and picture.blocks.values is not None:
+    if picture.blocks is not None:
         figures.append(_categories("blocks of the block mask", picture.blocks, BLOCK_NAMES))
     return figures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
 
 from . import compat
-from .core.purity import changes_in_place, is_random
+from .core.purity import called, changes_in_place, is_random
 from .reference import Reference, called_once
 
 #: The most positions along one side of a picture.
@@ -68,14 +70,20 @@ class Values:
         if gm not in self._interpreters:
             self._interpreters[gm] = Reference(gm, None)
         interpreter = self._interpreters[gm]
-        needed = cone(node)
-        written = next((n for n in gm.graph.nodes if changes_in_place(n) and not needed.isdisjoint(n.all_input_nodes)), None)
-        random = next((n for n in needed if is_random(n)), None)
-        if written is not None or random is not None:
-            raise NotKnown(f"it comes from {'random numbers' if written is None else 'a tensor that is written in place'}")
+        needed = _with_writes(node)
+        if any(is_random(n) for n in needed):
+            raise NotKnown("it comes from random numbers")
+        if any("batch_dim" in called(n) for n in needed):
+            # The ops that begin and end a region under vmap have no users, so they are in no cone.
+            raise NotKnown("it is computed under vmap in the compiled graph")
         for n in gm.graph.nodes:
-            if n in needed and n not in interpreter.env:
-                interpreter.env[n] = self._placeholder(gm, n) if n.op == "placeholder" else interpreter.run_node(n)
+            if n not in needed or n in interpreter.env:
+                continue
+            not_read = dict.fromkeys(x for x in n.all_input_nodes if x not in needed and x not in interpreter.env)
+            interpreter.env.update(not_read)
+            interpreter.env[n] = self._placeholder(gm, n) if n.op == "placeholder" else interpreter.run_node(n)
+            for x in not_read:
+                del interpreter.env[x]
         return interpreter.env[node]
 
     def _placeholder(self, gm: GraphModule, placeholder: Node) -> Any:
@@ -90,13 +98,43 @@ class Values:
 
 
 def cone(node: Node) -> set[Node]:
-    """A node and all that it is computed from."""
+    """A node and all that it is computed from; of an attention's block mask the mask_mod alone, as ``Reference`` runs it."""
     seen, stack = {node}, [node]
     while stack:
-        new = set(stack.pop().all_input_nodes) - seen
+        new = set(_operands(stack.pop())) - seen
         seen |= new
         stack += new
     return seen
+
+
+def _operands(node: Node) -> list[Node]:
+    if node.target is not compat.flex_attention_hop:
+        return node.all_input_nodes
+    arguments = (*node.args[:4], node.args[4][-1], *node.args[5:])
+    return [n for n in pytree.tree_leaves(arguments) if isinstance(n, Node)]
+
+
+def _with_writes(node: Node) -> set[Node]:
+    """All that a node is computed from, with what writes to any of it before. Raises NotKnown where that is an input."""
+    needed, before = cone(node), itertools.takewhile(lambda n: n is not node, node.graph.nodes)
+    writes = [n for n in before if changes_in_place(n)]
+    while True:
+        new = [n for n in writes if n not in needed and not needed.isdisjoint(_may_share_memory(n))]
+        if not new:
+            return needed
+        if any(x.op in ("placeholder", "get_attr") for n in new for x in _may_share_memory(n)) or any(n.kwargs for n in new):
+            raise NotKnown("it comes from a tensor that is written in place")
+        needed |= set().union(*map(cone, new))
+
+
+def _may_share_memory(write: Node) -> list[Node]:
+    """What a node that writes in place may write to: its operand, and whatever that may be a view of."""
+    found: list[Node] = []
+    node: Any = write.args[0] if write.args else None
+    while isinstance(node, Node):
+        found.append(node)
+        node = node.args[0] if node.args else None
+    return found
 
 
 class _Scalars(Interpreter):

@@ -26,7 +26,7 @@ from .attention.footprints import Footprint, Positions, footprints
 from .compat import FlexBlockMask
 from .core.dynamo_graph import graphs_in
 from .core.report import log, pictures_wanted, record_picture, unrecorded, user_line
-from .grids import Values, block_states, cone, evaluate, sampled, score_grid
+from .grids import NotKnown, Values, block_states, cone, evaluate, sampled, score_grid
 from .options import Options
 
 #: How many values are read of something that depends on the positions like this.
@@ -305,14 +305,22 @@ def _mask(
     everything = hoisting._mask_is_trivial(sketch.mask_mod)
     if everything and height >= lengths[0] and width >= lengths[1]:
         return None, None
+
+    def mask_values() -> Tensor:
+        return (score_grid(sketch.mask_mod, rows, columns, device, of(sketch.mask_captured)) != 0).long()
+
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    states = block_states(*of(lists))
+    try:
+        states = block_states(*of(lists))
+    except NotKnown as error:
+        # The mask_mod alone, as if every block were partial.
+        grid = _drawn(rows, columns, lambda: mask_values().float())
+        return grid, Grid([], [], None, _reason(error))
     rows_of, columns_of = (torch.tensor([i // n for i in p]) for p, n in ((rows, height), (columns, width)))
 
     def shown() -> Tensor:
         state = states[rows_of[:, None], columns_of[None, :]]
-        inside = score_grid(sketch.mask_mod, rows, columns, device, of(sketch.mask_captured)) != 0
-        return torch.where(state == 2, 2, torch.where(state == 1, inside.long(), 0)).float()
+        return torch.where(state == 2, 2, torch.where(state == 1, mask_values(), 0)).float()
 
     block_rows, block_columns = sampled(states.shape[0]), sampled(states.shape[1])
     picked = states[torch.tensor(block_rows)[:, None], torch.tensor(block_columns)[None, :]].float()

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Between two columns of the table format that is used here, and at both ends.
-_BETWEEN, _ENDS = 3, 4
+#: Characters between two columns of the table format that is used here, at both ends, and around a heading.
+_BETWEEN, _ENDS, _AROUND_A_HEADING = 3, 4, 2
 #: The width of a table where nobody knows that of the terminal.
 DEFAULT_WIDTH = 100
 #: Seconds before a progress bar appears.
@@ -24,7 +24,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if width is None else width
     # A terminal too narrow for a table wraps the lines itself.
     room = max(width - _BETWEEN * (len(header) - 1) - _ENDS, 12 * len(header))
-    longest = [max(len(line) for row in (header, *rows) for line in row[i].splitlines() or [""]) for i in range(len(header))]
+    longest = [max(len(line) for row in rows for line in row[i].splitlines() or [""]) for i in range(len(header))]
+    # tabulate leaves room at the sides of a heading.
+    longest = [max(n, len(name) + _AROUND_A_HEADING) for n, name in zip(longest, header, strict=True)]
     widths = column_widths(longest, room)
     return tabulate(rows, header, tablefmt="simple_grid", maxcolwidths=widths, disable_numparse=True)
 
