@@ -13,6 +13,7 @@ import torch
 from . import heat_maps
 from .attention.footprints import Footprint, Positions
 from .core.report import NOTHING, STOCK, Decision, Report
+from .core.table import wrapped
 from .pictures import Grid, Picture, Term
 
 _STYLE = """
@@ -177,7 +178,7 @@ def schematic(footprint: Footprint) -> torch.Tensor:
 def lines(report: Report, width: int | None = None) -> Iterable[str]:
     """The decisions as text, a table for each graph."""
     for order, (number, where) in enumerate(report.graphs.items()):
-        yield f"graph {order}" + (f", which begins at {where}" if where else "")
+        yield wrapped(f"Graph {order}" + (f", which begins at {where}" if where else ""), width)
         yield report.of_graph(number).text(width)
         yield ""
     others = report.of_graph(None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import compat
 from .core.report import Report, collect
+from .core.table import wrapped
 from .explain_html import lines, page
 
 #: What the process ends with where Python is interrupted.
@@ -80,10 +81,8 @@ def _run(script: str, arguments: Sequence[str]) -> tuple[int, BaseException | No
 
 def _show(report: Report, script: str) -> None:
     if not report.graphs:
-        print(
-            f"gradfuse explain: {script} compiled no graph with gradfuse. Compile the model with "
-            'torch.compile(model, backend="gradfuse") and call it in the script.'
-        )
+        text = f"gradfuse explain: {script} compiled no graph with gradfuse."
+        print(wrapped(f'{text} Compile the model with torch.compile(model, backend="gradfuse") and call it in the script.'))
         return
     print("\n".join(lines(report)))
 

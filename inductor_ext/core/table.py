@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     """A table of texts, its cells wrapped so that no line is longer than ``width`` (default: that of the terminal)."""
     from tabulate import tabulate
 
-    width = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if width is None else width
+    width = _width() if width is None else width
     # A terminal too narrow for a table wraps the lines itself.
     room = max(width - _BETWEEN * (len(header) - 1) - _ENDS, 12 * len(header))
     longest = [max(len(line) for row in rows for line in row[i].splitlines() or [""]) for i in range(len(header))]
@@ -29,6 +30,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     longest = [max(n, len(name) + _AROUND_A_HEADING) for n, name in zip(longest, header, strict=True)]
     widths = column_widths(longest, room)
     return tabulate(rows, header, tablefmt="simple_grid", maxcolwidths=widths, disable_numparse=True)
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """A text in lines of at most ``width`` characters (default: as many as the terminal has)."""
+    return textwrap.fill(text, _width() if width is None else width)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
 
 
 def column_widths(longest: Sequence[int], room: int) -> list[int]:
