@@ -116,17 +116,30 @@ def _categories(name: str, grid: Grid, names: Sequence[str]) -> str:
 
 def _term(report: Report, picture: Picture, term: Term) -> str:
     facts = [("footprint", str(term.footprint)), ("read", term.read), ("gradient", gradient(report, picture, term))]
-    if term.grid.values is None:
-        facts.append(("drawn", f"its footprint alone, not its values ({term.grid.missing})"))
+    drawn = _instead_of_values(term)
+    if drawn:
+        facts.append(("drawn", drawn))
     listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts)
     caption = f"<figcaption><code>{escape(term.text)}</code><dl>{listed}</dl></figcaption>"
-    if term.grid.values is None:
-        image = heat_maps.schematic_png(schematic(term.footprint))
-        return _figure("schematic", image, term.text, Grid(), caption)
+    if drawn:
+        pattern = schematic(term.footprint) if term.structure is None else heat_maps.shades(term.structure.values)
+        return _figure("schematic", heat_maps.schematic_png(pattern), term.text, term.structure or Grid(), caption)
     least, most = heat_maps.limits(term.grid.values)
     ends = f'<div class="ends"><span>{least:.4g}</span><span>{most:.4g}</span></div>'
     scale = f'<img class="scale" alt="colour scale" src="{heat_maps.scale_png(least, most)}">{ends}'
     return _figure("term", heat_maps.png_of(term.grid.values), term.text, term.grid, scale + caption)
+
+
+def _instead_of_values(term: Term) -> str:
+    """What the picture of a term shows where it does not show its values, and why."""
+    if term.grid.values is not None and term.structure is None:
+        return ""
+    what = (
+        "its footprint alone" if term.structure is None else "which values are equal, by random numbers for the parameters"
+    )
+    if term.grid.values is None:
+        return f"{what}, not its values ({term.grid.missing})"
+    return f"{what}; all values are {float(term.grid.values[0, 0]):.4g}"
 
 
 def _figure(kind: str, image: str, name: str, grid: Grid, below: str) -> str:

@@ -67,6 +67,9 @@ class Term:
     owners: tuple[int, ...]
     hoisted: bool
     grid: Grid = field(default_factory=Grid)
+    #: With random numbers in place of what it captures: which values are equal. Where the values are not known or all the
+    #: same, as those of a bias are before it has learned.
+    structure: Grid | None = None
 
 
 @dataclass
@@ -273,10 +276,23 @@ def _fill_one(sketch: _Sketch, values: Values) -> None:
     device = sketch.query.meta["example_value"].device
     rows, columns = (sampled(n) for n in lengths)
     for node, term in zip(sketch.nodes, sketch.picture.terms, strict=True):
-        term.grid = _drawn(
-            rows, columns, lambda n=node: evaluate(sketch.score_mod, n, rows, columns, device, of(sketch.captured))
-        )
+        at = functools.partial(evaluate, sketch.score_mod, node, rows, columns, device)
+        term.grid = _drawn(rows, columns, lambda at=at: at(of(sketch.captured)))
+        same = term.grid.values is None or bool((term.grid.values == term.grid.values[0, 0]).all())
+        if same and term.footprint.positions is not Positions.NONE:
+            random = _drawn(rows, columns, lambda at=at: at([_stand_in(x, of) for x in sketch.captured]))
+            term.structure = random if random.values is not None else None
     sketch.picture.mask, sketch.picture.blocks = _mask(sketch, of, rows, columns, lengths, device)
+
+
+def _stand_in(operand: Any, of: Callable[[Any], Any]) -> Any:
+    """Random numbers, the same every time, of the shape of a captured tensor of floats; any other operand itself."""
+    value = score_mods.fake_tensor(operand)
+    if value is None or not value.is_floating_point():
+        return of(operand)
+    shape = [compat.length(n) for n in value.shape]
+    numbers = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    return numbers.to(value.device, value.dtype)
 
 
 def _drawn(rows: list[int], columns: list[int], compute: Callable[[], Tensor]) -> Grid:

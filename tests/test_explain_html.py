@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import inductor_ext
 from inductor_ext import cli, explain_html, explain_script, heat_maps, pictures
 from inductor_ext.core.report import Report, collect, compiling, record
-from inductor_ext.core.table import short_path
+from inductor_ext.core.table import progress, short_path
 
 from .support.eager_graphs import eager_graphs
 from .support.interpreter import triton_on_cpu
@@ -387,7 +387,21 @@ def test_what_cannot_be_computed_again_is_drawn_as_its_footprint(change):
     (figure,) = Page(explain_html.fragment(report)).figures
     assert figure["class"] == "schematic" and reason in figure["text"]
     indices, _ = decoded(figure["images"][0]["src"])
-    assert change == "score" or ((indices == indices[:1]).all() and indices.unique().numel() == 16)
+    assert (term.structure is None) == (change == "score")
+    # One value a key.
+    assert change == "score" or ((indices == indices[:1]).all() and indices[0].unique().numel() > 16)
+
+
+def test_a_bias_that_is_zero_still_shows_its_structure():
+    table, x = torch.zeros(16, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
+    (picture,) = learned_pictures(attention_of(lambda s, b, h, q, k: s + table[(q - k).clamp(0, 15)]), x)
+    distance = (torch.arange(S)[:, None] - torch.arange(S)[None, :]).clamp(0, 15)
+    shown = picture.terms[0].structure.values
+    assert all(shown[distance == d].unique().numel() == 1 for d in range(16)) and shown.unique().numel() == 16
+    (figure,) = Page(explain_html.fragment(Report(graphs={picture.graph: ""}, pictures=[picture]))).figures
+    assert figure["class"] == "schematic" and "all values are 0" in figure["text"]
+    indices, _ = decoded(figure["images"][0]["src"])
+    assert torch.equal(indices, heat_maps.shades(shown))
 
 
 def test_long_sequences_are_sampled():
@@ -459,3 +473,24 @@ def test_what_is_not_finite_has_a_colour_of_its_own():
     values = torch.tensor([[-1.0, 0.0], [1.0, float("-inf")]])
     assert heat_maps.shades(values).tolist() == [[1, 128], [255, 0]]
     assert heat_maps.palette(-1.0, 1.0)[128] == (250, 250, 250)
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.mark.parametrize(("terminal", "patience", "shown"), [(True, 0.0, True), (False, 0.0, False), (True, 60.0, False)])
+def test_a_bar_is_for_terminals_and_for_what_is_slow(monkeypatch, terminal, patience, shown):
+    screen = Screen(terminal)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("inductor_ext.core.table.PATIENCE", patience)
+    assert list(progress("counting", "number", of=range(3))) == [0, 1, 2]
+    assert ("counting" in screen.getvalue()) == shown
