@@ -232,6 +232,8 @@ class _Hoist:
                 reads = [(1, self._read(group)) for group in merged]
                 total = self._sum(kept + reads, root)
             root.replace_all_uses_with(total)
+        # What was merged is not to be hoisted once more, by itself.
+        self.graph.eliminate_dead_code()
 
     def hoist_rest(self) -> None:
         """Every maximal hoistable expression that is not yet a plain read becomes a table."""
