@@ -1,27 +1,18 @@
-"""``gradfuse explain``: the tables fit, the pictures hold the right values, the page needs nothing but itself."""
+"""``gradfuse explain``: what it prints, and a page whose pictures hold the right values and that needs nothing but itself."""
 
-import base64
 import contextlib
-import html.parser
 import io
-import os
 import re
-import struct
 import textwrap
-import zlib
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
-import inductor_ext
-from inductor_ext import cli, explain_html, explain_script, heat_maps, pictures
-from inductor_ext.core.report import Report, collect, compiling, record
-from inductor_ext.core.table import progress, short_path
+from inductor_ext import cli, explain_html, explain_script, heat_maps
+from inductor_ext.core.report import Report
 
 from .support.eager_graphs import eager_graphs
-from .support.interpreter import triton_on_cpu
+from .support.pages import Page, decoded
 
 H, S, D = 2, 48, 16
 
@@ -87,60 +78,6 @@ def ran(tmp_path_factory):
     return code, printed.getvalue(), page.read_text()
 
 
-class Page(html.parser.HTMLParser):
-    """Elements with their attributes, what is in each figure, and whether every tag is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.figures, self.text = [], [], [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag == "figure":
-            self.figures.append({"class": dict(attrs)["class"], "text": "", "images": []})
-        if tag == "img":
-            self.figures[-1]["images"].append(dict(attrs))
-        elif tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if "figure" in self.open:
-            self.figures[-1]["text"] += data
-
-
-def decoded(uri):
-    """The palette indices and the palette of a PNG file in a data URI."""
-    data = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, chunks = 8, {}
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        name, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert zlib.crc32(name + body) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
-        chunks[name], at = body, at + 12 + length
-    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
-    rows = torch.frombuffer(bytearray(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8).view(height, width + 1)
-    assert not rows[:, 0].any()
-    return rows[:, 1:], torch.frombuffer(bytearray(chunks[b"PLTE"]), dtype=torch.uint8).view(-1, 3)
-
-
-def learned_pictures(function, *inputs, **options):
-    """The pictures of a function, compiled and called once."""
-    with eager_graphs(), collect(pictures=True) as report:
-        torch.compile(function, backend="gradfuse", **options)(*inputs)
-    return report.pictures
-
-
-def attention_of(score_mod):
-    return lambda x: flex_attention(x, x, x, score_mod=score_mod)
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -149,7 +86,9 @@ def test_the_script_runs_as_main_and_its_decisions_are_printed(ran):
     assert code == 0
     assert "called with ['one', '--two']" in printed
     assert "Graph 0, which begins at" in printed and "train.py:" in printed
-    assert "blocked dense math" in printed and "flex_attention_backward" in printed and "-> table" in printed
+    assert "blocked dense math" in printed and "flex_attention_backward" in printed
+    # Of what is merged into one table no part is hoisted once more.
+    assert printed.count("-> table") == 2
     assert "out.html shows this with pictures" in printed
 
 
@@ -198,43 +137,6 @@ def test_html_may_stand_anywhere_before_two_dashes():
     assert split(["--html=f", "--", "--html", "g"]) == (["--html", "g"], "f")
     with pytest.raises(ValueError, match="--html needs"):
         split(["--html"])
-
-
-# ---------------------------------------------------------------- the table
-
-
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_table_is_as_wide_as_the_terminal(width, monkeypatch):
-    with collect() as report, compiling(0, "somewhere.py:1: x"):
-        record(
-            "hoisting",
-            "flex_attention",
-            "table",
-            "t[clamp(q - k, 0, 31), h]: a long reason, " * 8,
-            "file.py:3: " + "code " * 60,
-        )
-        record("a_pass", "an_op", "stock", "z" * 300, "")
-    assert max(map(len, report.text(width).splitlines())) <= width
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert str(report) == report.text(width)
-    # Words are cut only where they do not fit, and nothing is left out.
-    assert "-> table" in str(report) and str(report).count("z") == 300 and str(report).count("reason,") == 8
-
-
-def test_a_table_without_a_terminal_has_100_columns(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    with collect() as report:
-        record("a_pass", "an_op", "a_path", "why " * 100)
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert max(map(len, str(report).splitlines())) <= 100
-
-
-def test_paths_are_short():
-    here = os.getcwd()
-    assert short_path(f"{here}/models/layer.py") == "models/layer.py"
-    assert short_path("/usr/lib/python3/site-packages/transformers/models/t5.py") == "transformers/models/t5.py"
-    assert short_path(os.path.expanduser("~/elsewhere/a.py")) == "~/elsewhere/a.py"
-    assert short_path("/nowhere/else/a.py") == "/nowhere/else/a.py"
 
 
 # ---------------------------------------------------------------- the page
@@ -294,203 +196,3 @@ def test_the_mask_is_drawn(ran):
 def test_titles_are_escaped():
     text = explain_html.page(Report(), "<b>&")
     assert "<b>" not in text and Page(text).text.count("<b>&") == 2
-
-
-# ---------------------------------------------------------------- what can be drawn, and what cannot
-
-
-def test_explain_shows_itself_in_a_notebook():
-    table, x = torch.randn(S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    with eager_graphs():
-        explanation = inductor_ext.explain(attention_of(lambda s, b, h, q, k: s + table[k]))(x)
-    (figure,) = Page(explanation._repr_html_()).figures
-    expect = heat_maps.shades(table.detach().expand(S, S))
-    torch.testing.assert_close(decoded(figure["images"][0]["src"])[0].int(), expect.int(), atol=1, rtol=0)
-    assert explanation.html("title").startswith("<!DOCTYPE html>")
-
-
-def test_nothing_is_looked_at_unless_somebody_wants_to_see_it(monkeypatch):
-    monkeypatch.setattr(pictures, "_sketches", lambda *_: pytest.fail("pictures were made"))
-    table, x = torch.randn(S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    with eager_graphs(), collect() as report:
-        torch.compile(attention_of(lambda s, b, h, q, k: s + table[k]), backend="gradfuse")(x)
-    assert report.decisions and not report.pictures
-
-
-def test_a_picture_that_fails_stops_nothing(monkeypatch):
-    monkeypatch.setattr(pictures, "_sketch", lambda *_: 1 / 0)
-    table, x = torch.randn(S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    assert learned_pictures(attention_of(lambda s, b, h, q, k: s + table[k]), x) == []
-
-
-def test_decisions_are_recorded_once():
-    """The passes run once more on the copy that is looked at."""
-    table, x = torch.randn(2 * S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    with eager_graphs(), collect(pictures=True) as report:
-        torch.compile(attention_of(lambda s, b, h, q, k: s + table[q - k + S]), backend="gradfuse")(x)
-    assert [d.path for d in report.decisions if d.pass_name == "hoisting"] == ["table"]
-    assert {d.graph for d in report.decisions} == set(report.graphs)
-
-
-class Layers(torch.nn.Module):
-    """A bias that the first layer's attention has a say in, in a checkpoint or not."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = torch.nn.Linear(D, 1)
-
-    def forward(self, x, checkpointed):
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=False) if checkpointed else self.layer(x)
-        return x
-
-    def layer(self, x):
-        bias = self.line(x)[..., 0]
-        return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[b, h, k])
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_bias_that_is_computed_from_activations_is_drawn_as_it_was(checkpointed):
-    layers, x = Layers(), torch.randn(1, H, S, D)
-    first, second = sorted(learned_pictures(layers, x, checkpointed), key=lambda p: p.terms[0].grid.values is None)
-    hidden = x
-    for picture in (first, second):
-        bias = layers.line(hidden)[0, 0, :, 0].detach().expand(S, S)
-        torch.testing.assert_close(picture.terms[0].grid.values, bias, atol=1e-4, rtol=1e-4)
-        line = layers.line(hidden)[..., 0]
-        hidden = flex_attention_eagerly(hidden, line)
-
-
-def flex_attention_eagerly(x, bias):
-    return (x @ x.mT / D**0.5 + bias[:, :, None, :]).softmax(-1) @ x
-
-
-@pytest.mark.parametrize("change", ["dropout", "in place", "score"])
-def test_what_cannot_be_computed_again_is_drawn_as_its_footprint(change):
-    table, x = torch.randn(H, S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-
-    def attention(x, table):
-        bias = torch.nn.functional.dropout(table, 0.5) if change == "dropout" else table.view(H, S)
-        if change == "in place":
-            buffer.add_(1)
-            bias = bias + buffer
-        score_mod = lambda s, b, h, q, k: s + (bias[h, s.long().abs() % S] if change == "score" else bias[h, k])  # noqa: E731
-        return flex_attention(x, x, x, score_mod=score_mod)
-
-    buffer = torch.zeros(S)
-    (picture,) = learned_pictures(attention, x, table)
-    assert change != "in place" or buffer.eq(1).all()
-    (term,) = picture.terms
-    reason = {"dropout": "random numbers", "in place": "written in place", "score": "depends on the score"}[change]
-    assert term.grid.values is None and reason in term.grid.missing
-    report = Report(graphs={picture.graph: ""}, pictures=[picture])
-    (figure,) = Page(explain_html.fragment(report)).figures
-    assert figure["class"] == "schematic" and reason in figure["text"]
-    indices, _ = decoded(figure["images"][0]["src"])
-    assert (term.structure is None) == (change == "score")
-    # One value a key.
-    assert change == "score" or ((indices == indices[:1]).all() and indices[0].unique().numel() > 16)
-
-
-def test_a_bias_that_is_zero_still_shows_its_structure():
-    table, x = torch.zeros(16, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    (picture,) = learned_pictures(attention_of(lambda s, b, h, q, k: s + table[(q - k).clamp(0, 15)]), x)
-    distance = (torch.arange(S)[:, None] - torch.arange(S)[None, :]).clamp(0, 15)
-    shown = picture.terms[0].structure.values
-    assert all(shown[distance == d].unique().numel() == 1 for d in range(16)) and shown.unique().numel() == 16
-    (figure,) = Page(explain_html.fragment(Report(graphs={picture.graph: ""}, pictures=[picture]))).figures
-    assert figure["class"] == "schematic" and "all values are 0" in figure["text"]
-    indices, _ = decoded(figure["images"][0]["src"])
-    assert torch.equal(indices, heat_maps.shades(shown))
-
-
-def test_long_sequences_are_sampled():
-    length = 300
-    table, x = torch.randn(length, requires_grad=True), torch.randn(1, 1, length, D, requires_grad=True)
-    (picture,) = learned_pictures(attention_of(lambda s, b, h, q, k: s + table[k]), x, dynamic=True)
-    grid = picture.terms[0].grid
-    assert grid.values.shape == (128, 128) and (grid.keys[0], grid.keys[-1]) == (0, length - 1)
-    torch.testing.assert_close(grid.values, table.detach()[grid.keys].expand(128, 128))
-    assert "(128 of them shown)" in explain_html.fragment(Report(graphs={picture.graph: ""}, pictures=[picture]))
-
-
-def test_an_index_that_the_mask_hides_is_not_read():
-    table, x = torch.randn(S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, S, S, device="cpu", BLOCK_SIZE=16)
-    (picture,) = learned_pictures(
-        lambda x: flex_attention(
-            x, x, x, score_mod=lambda s, b, h, q, k: s + table[(q - k).abs() + (k > q) * 1000], block_mask=mask
-        ),
-        x,
-    )
-    assert picture.terms[0].grid.missing == ""
-    torch.testing.assert_close(picture.terms[0].grid.values.tril()[-1], table.detach().flip(0))
-
-
-def test_a_block_mask_that_is_made_in_the_compiled_region():
-    """Its blocks are not known from outside, the mask_mod is."""
-    x = torch.randn(1, H, S, D, requires_grad=True)
-
-    def attention(x):
-        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, S, S, device="cpu", BLOCK_SIZE=16)
-        return flex_attention(x, x, x, block_mask=mask)
-
-    (picture,) = learned_pictures(attention, x)
-    assert torch.equal(picture.mask.values, torch.ones(S, S).tril()) and "under vmap" in picture.blocks.missing
-    assert "under vmap" in explain_html.fragment(Report(graphs={picture.graph: ""}, pictures=[picture]))
-
-
-def test_attentions_of_one_line_have_their_own_gradients():
-    """The backward of the second attention is compiled first."""
-    x = torch.randn(1, H, S, D, requires_grad=True)
-    tables = [torch.randn(S, requires_grad=True), torch.randn(1, requires_grad=True)]
-    mods = [lambda s, b, h, q, k: s + tables[0][k], lambda s, b, h, q, k: s * tables[1][0]]
-
-    def attention(x):
-        for mod in mods:
-            x = flex_attention(x, x, x, score_mod=mod)
-        return x
-
-    with eager_graphs(), collect(pictures=True) as report:
-        torch.compile(attention, backend="gradfuse")(x).sum().backward()
-    said = [explain_html.gradient(report, p, p.terms[0]) for p in report.pictures]
-    assert said == [
-        "summed over the queries of a block, then added",
-        "summed over the queries and keys of a block, then added",
-    ]
-
-
-def test_the_kernels_say_how_they_reduce():
-    table, x = torch.randn(2 * S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)
-    with triton_on_cpu(), collect(pictures=True) as report:
-        attention = torch.compile(attention_of(lambda s, b, h, q, k: s + table[q - k + S]), backend="gradfuse")
-        attention(x).sum().backward()
-    (picture,) = report.pictures
-    assert "summed along the diagonals of a tile; from the table" in explain_html.gradient(report, picture, picture.terms[0])
-
-
-def test_what_is_not_finite_has_a_colour_of_its_own():
-    values = torch.tensor([[-1.0, 0.0], [1.0, float("-inf")]])
-    assert heat_maps.shades(values).tolist() == [[1, 128], [255, 0]]
-    assert heat_maps.palette(-1.0, 1.0)[128] == (250, 250, 250)
-
-
-# ---------------------------------------------------------------- progress
-
-
-class Screen(io.StringIO):
-    def __init__(self, terminal):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self):
-        return self.terminal
-
-
-@pytest.mark.parametrize(("terminal", "patience", "shown"), [(True, 0.0, True), (False, 0.0, False), (True, 60.0, False)])
-def test_a_bar_is_for_terminals_and_for_what_is_slow(monkeypatch, terminal, patience, shown):
-    screen = Screen(terminal)
-    monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr("inductor_ext.core.table.PATIENCE", patience)
-    assert list(progress("counting", "number", of=range(3))) == [0, 1, 2]
-    assert ("counting" in screen.getvalue()) == shown
