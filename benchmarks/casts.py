@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import inductor_ext  # noqa: F401  (registers the backend)
+from inductor_ext.core.table import progress
 
 from .moe import reference
 from .runner import RESULTS, Case, environment, gradfuse, measure, stock
@@ -145,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch._functorch.config.donated_buffer = False
     rows = []
-    for name in arguments.case or CASES:
+    for name in progress("casts", "case", of=arguments.case or CASES):
         torch.manual_seed(0)
         function, inputs = CASES[name]
         case = Case(name, {}, inputs(), function, reference(function), PEERS, kernels=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
 import inductor_ext  # noqa: F401  (registers the backend)
+from inductor_ext.core.table import progress
 
 from .flex import CASES, attention
 from .runner import RESULTS, environment, relative_error
@@ -37,7 +38,7 @@ def step_of(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor)
 
 def main() -> None:
     rows = []
-    for name in ("none", "key", "relpos"):
+    for name in progress("flex_cpu", "score_mod", of=("none", "key", "relpos")):
         for length in (512, 1024, 2048):
             torch.manual_seed(0)
             torch._dynamo.reset()

@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from inductor_ext.core.table import progress
+
 from .flex_cpu import median_ms, step_of
 from .mlstm import op, plain
 from .runner import RESULTS, environment, gradfuse, relative_error, stock
@@ -22,7 +24,7 @@ LONGEST_PLAIN = 2048
 
 def main() -> None:
     rows = []
-    for length in LENGTHS:
+    for length in progress("mlstm_cpu", "length", of=LENGTHS):
         torch.manual_seed(0)
         shapes = [(1, HEADS, length, WIDTH)] * 3 + [(1, HEADS, length)] * 2 + [(HEADS, WIDTH)]
         drawn = [torch.randn(s) for s in shapes]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from inductor_ext.core.table import progress
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -147,7 +149,7 @@ def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, o
 
     functorch_config.donated_buffer = False
     path, rows = out or RESULTS / f"{name}.json", []
-    for case in cases:
+    for case in progress(name, "case", of=cases):
         rows += measure(case, compile_only=compile_only)
         if not compile_only:
             path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
@@ -163,7 +165,7 @@ def time_compilation(name: str, warm_up: Case, cases: Iterable[Case], *, out: Pa
 
     rows = []
     with inductor_config.patch(force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
-        for number, case in enumerate([warm_up, *cases]):
+        for number, case in enumerate(progress(f"{name}: compiling", "case", of=[warm_up, *cases])):
             leaves = [x for x in case.inputs if x.requires_grad]
             for peer in ("stock", "gradfuse"):
                 torch._dynamo.reset()

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from inductor_ext.core.table import progress
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENGTH = 97
 
@@ -165,7 +167,7 @@ def main() -> int:
         return _under(*runs[number], {**variables, **mine}, arguments.limit)
 
     with ThreadPoolExecutor(6 * gpus) as pool:
-        rows = list(pool.map(one, range(len(runs))))
+        rows = list(progress("compute-sanitizer", "run", of=pool.map(one, range(len(runs))), total=len(runs)))
     for row in rows:
         print(row["tool"], row["part"], row["summary"], row.get("output", "")[:1500])
     if arguments.out:

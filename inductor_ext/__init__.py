@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 #: The public names and the modules that hold them. ``from inductor_ext.mlstm import mlstm, MLSTMCell`` is public too.
 _HOMES = {
     "Decision": "core.report",
-    "Explanation": "explanation",
+    "Explanation": "explanations.api",
     "OPTIONS": "options",
     "OptionError": "options",
     "Report": "core.report",
-    "explain": "explanation",
+    "explain": "explanations.api",
     "gradfuse": "backend",
 }
 

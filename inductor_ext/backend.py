@@ -26,7 +26,9 @@ from torch.fx import Graph, GraphModule
 
 from . import lowerings, passes, repro, verify
 from .cache_key import CacheKey
+from .core.report import compiling, user_line
 from .dump import Dump
+from .explanations import pictures
 from .gathers import gathers
 from .mlstm import op as mlstm_op
 from .mlstm import rewrite as mlstm
@@ -85,8 +87,9 @@ def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
     @functools.wraps(config.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         direction = "backward" if kwargs.get("is_backward") else "forward"
-        passes.run("post_aot", gm, own, dump)
         with contextlib.ExitStack() as scope:
+            scope.enter_context(compiling(dump.number))
+            passes.run("post_aot", gm, own, dump)
             scope.enter_context(scans_allowed(gm))
             scope.enter_context(deterministic_lowerings(own.deterministic))
             scope.enter_context(override_lowerings(lowerings.table(own)))
@@ -113,12 +116,14 @@ def _compile(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
     dump = Dump(own.dump, number)
-    passes.run("dynamo", gm, own, dump)
-    with without_caches() if own.dump is not None else contextlib.nullcontext():
+    first = next(filter(None, map(user_line, gm.graph.nodes)), "")
+    with compiling(number, first), without_caches() if own.dump is not None else contextlib.nullcontext():
+        draw = pictures.watch(gm, own, number)
+        passes.run("dynamo", gm, own, dump)
         compiled = config.compile_fx(
             gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
         )
-        return serializable(compiled)
+        return draw(serializable(compiled))
 
 
 def gradfuse(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .core.table import progress
 from .options import PASSES
 
 #: More graphs than any script compiles.
@@ -65,10 +66,15 @@ def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.p
     guilty = first(with_passes, len(names)) - 1
     others = names[guilty + 1 :]
 
-    def with_graphs(count: int) -> bool:
-        return script.fails(others, graphs=count)
+    # Halving 1 .. n takes at most as many runs as n - 1 has binary digits.
+    with progress("finding the graph", "run", total=(_MOST_GRAPHS - 1).bit_length()) as bar:
 
-    count = first(with_graphs, _MOST_GRAPHS)
+        def with_graphs(count: int) -> bool:
+            failed = script.fails(others, graphs=count)
+            bar.update()
+            return failed
+
+        count = first(with_graphs, _MOST_GRAPHS)
     script.fails(others, graphs=count, repro=Path(repro))
     print(f"The pass {names[guilty]!r} makes it fail ({PASSES[names[guilty]]}), on graph {count - 1}.")
     print(f"options={{'disable': [{names[guilty]!r}]}} leaves it out. {repro} shows that graph with its inputs.")

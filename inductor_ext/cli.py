@@ -1,5 +1,5 @@
-"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` says what works on this machine, ``bisect`` finds the
-pass that makes a script fail.
+"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` says what works on this machine, ``explain`` shows
+what was decided for the graphs that a script compiles, ``bisect`` finds the pass that makes a script fail.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--steps", type=int, default=200)
     demo.add_argument("--seed", type=int, default=0)
     commands.add_parser("doctor", help="print versions, the device, and what is supported here")
+    explain = commands.add_parser(
+        "explain",
+        usage="gradfuse explain SCRIPT [ARGS ...] [--html FILE]",
+        help="run a script and show what was decided for every graph that it compiles with gradfuse",
+    )
+    explain.add_argument("--html", metavar="FILE", help="write the decisions there too, with pictures of masks and terms")
+    explain.add_argument("script")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with; after -- also --html")
     bisect = commands.add_parser("bisect", help="find the pass and the graph that make a script fail")
     bisect.add_argument("script")
     bisect.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
@@ -31,6 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         from .bisect import run as bisected
 
         return bisected(arguments.script, arguments.arguments, arguments.repro)
+    if arguments.command == "explain":
+        from .explanations.script import run as explained
+        from .explanations.script import split_html
+
+        try:
+            rest, html = split_html(arguments.arguments)
+        except ValueError as error:
+            explain.error(str(error))
+        return explained(arguments.script, rest, html or arguments.html)
     from .doctor import examine
 
     return examine()

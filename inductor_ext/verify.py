@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .core.report import record
+from .core.table import progress
 from .options import PASSES, Options
 from .reference import Reference, draws_random_numbers, readable
 
@@ -67,20 +68,27 @@ def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compi
 
 def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, own: Options, inputs: Any) -> None:
     names = [readable(str(node.target)) for node in original.graph.find_nodes(op="placeholder")]
-    step = functools.partial(_step, inputs=inputs, names=names)
-    eager = step(Reference(original, None).run)
-    # In float64 the same seed gives other random numbers.
-    exact = eager if draws_random_numbers(original) else step(Reference(original, torch.float64).run, dtype=torch.float64)
-    wrong = _compared(step(compiled), exact, eager)
+    with progress("gradfuse: verifying a graph", "run", total=3) as bar:
+
+        def step(function: Callable[..., Any], dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+            found = _step(function, inputs, names, dtype)
+            bar.update()
+            return found
+
+        eager = step(Reference(original, None).run)
+        # In float64 the same seed gives other random numbers.
+        exact = eager if draws_random_numbers(original) else step(Reference(original, torch.float64).run, torch.float64)
+        wrong = _compared(step(compiled), exact, eager)
     if wrong is None:
         record("verify", "graph", "checked", f"{len(exact)} outputs, gradients and changed inputs agree")
         return
     guilty = []
-    for name in filter(own.enabled, PASSES):
+    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(own.enabled, PASSES))):
         without = replace(own, disable=own.disable | {name}, verify=False)
         # What cannot be compiled without a pass says nothing of it.
         with contextlib.suppress(Exception):
-            if _compared(step(compile_(original, inputs, without)), exact, eager) is None:
+            again = _step(compile_(original, inputs, without), inputs, names)
+            if _compared(again, exact, eager) is None:
                 guilty.append(name)
     blame = f"It is right without {' or without '.join(map(repr, guilty))}" if guilty else "No single pass is to blame"
     advice = f": options={{'disable': {guilty[:1]!r}}} leaves that pass out" if guilty else ""

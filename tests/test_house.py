@@ -102,7 +102,7 @@ def test_importing_the_package_is_cheap():
 
 def test_there_is_a_rule_for_every_part():
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert folders == {*FEATURES, "core", "demo", "torch_api"}
+    assert folders == {*FEATURES, "core", "demo", "explanations", "torch_api"}
 
 
 def test_a_feature_that_imports_another_is_seen(tmp_path, monkeypatch):

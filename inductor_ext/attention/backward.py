@@ -158,7 +158,8 @@ def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, An
     if one_pass:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
     note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
-    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node))
+    reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
+    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
     return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 

@@ -21,7 +21,7 @@ from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
 from .calls import BackwardCall, ForwardCall
-from .captured_grads import NotUnderstood, take_apart
+from .captured_grads import JointGraph, NotUnderstood, axes_of, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
 from .score_mod import ScoreMod
@@ -100,7 +100,21 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
     operands += [*_blocks(call.mask), *call.captured, *call.mask_captured]
     replace_node(gm, node, operands, backward)
     count = sum(len(c) for c in joint.captured if c)
-    record(NAME, "flex_attention_backward", "blocked dense math", f"CPU, {count} captured contributions", where)
+    note = f"CPU, {count} captured contributions"
+    record(NAME, "flex_attention_backward", "blocked dense math", note, where, _reductions(joint))
+
+
+def _reductions(joint: JointGraph) -> tuple[tuple[int, str], ...]:
+    """For the report: how each contribution to a captured gradient is reduced."""
+    found = []
+    for owner, contributions in enumerate(joint.captured):
+        for contribution in contributions or ():
+            free = [
+                n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used
+            ]
+            how = f"summed over the {' and '.join(free)} of a block, then added" if free else "every pair of a block added"
+            found.append((owner, how))
+    return tuple(found)
 
 
 def _blocks(block_mask: FlexBlockMask) -> list[Any]:

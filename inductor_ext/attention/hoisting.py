@@ -228,6 +228,8 @@ class _Hoist:
                 reads = [(1, self._read(group)) for group in merged]
                 total = self._sum(kept + reads, root)
             root.replace_all_uses_with(total)
+        # What was merged is not to be hoisted once more, by itself.
+        self.graph.eliminate_dead_code()
 
     def hoist_rest(self) -> None:
         """Every maximal hoistable expression that is not yet a plain read becomes a table."""
@@ -343,6 +345,8 @@ class _Hoist:
         footprint = join_all((self.footprints[n] for _, n in group))
         read, note = self.tables.read(group, footprint)
         read.meta = dict(group[0][1].meta)
+        # Which terms of the user's a table holds, where somebody has marked them (pictures.py).
+        read.meta["terms"] = {t for _, n in group for m in self._cone(n) for t in m.meta.get("terms", ())}
         self.reads.add(read)
         self.footprints[read] = footprint
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")

@@ -10,8 +10,11 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+from .table import short_path, table
 
 log = logging.getLogger("gradfuse")
 
@@ -21,39 +24,63 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision: ``pass_name`` did ``path`` to ``op`` at ``where`` in the user's code, because of ``why``."""
+    """One decision: ``pass_name`` did ``path`` to ``op`` at ``where`` in the user's code, because of ``why``.
+
+    graph: the number of the compiled graph that it was taken for. reductions: for the backward of an attention, which
+    captured tensor (by its position) gets its gradient how.
+    """
 
     pass_name: str
     op: str
     path: str
     why: str
     where: str = ""
+    graph: int | None = field(default=None, compare=False, repr=False)
+    reductions: tuple[tuple[int, str], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         return f"{self.pass_name}: {self.op}{place} -> {self.path} ({self.why})"
 
 
+#: What a report says where gradfuse changed nothing.
+NOTHING = "gradfuse: nothing to do here; everything was compiled by stock Inductor."
+
+
 @dataclass
 class Report:
-    """The decisions of one or several compilations, in order; ``print(report)`` shows a table."""
+    """The decisions of one or several compilations, in order; ``print(report)`` shows a table.
+
+    graphs: the graphs that were compiled, by number, with the first line of the user's code in each. pictures: what is to
+    be drawn of their attentions (``inductor_ext.explanations``), collected where ``wants_pictures``.
+    """
 
     decisions: list[Decision] = field(default_factory=list)
+    graphs: dict[int, str] = field(default_factory=dict, repr=False)
+    pictures: list[Any] = field(default_factory=list, repr=False)
+    wants_pictures: bool = field(default=False, repr=False)
 
     @property
     def fallbacks(self) -> list[Decision]:
         """The decisions that left an op to stock."""
         return [d for d in self.decisions if d.path == STOCK]
 
+    def of_graph(self, number: int | None) -> Report:
+        """The part of the report that is about one graph."""
+        graphs = {n: where for n, where in self.graphs.items() if n == number}
+        pictures = [p for p in self.pictures if p.graph == number]
+        return Report([d for d in self.decisions if d.graph == number], graphs, pictures, self.wants_pictures)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The rows of the table, each once: what was done, why, and where in the user's code."""
+        return list(dict.fromkeys((f"{d.op}\n-> {d.path}\n(pass {d.pass_name})", d.why, d.where) for d in self.decisions))
+
+    def text(self, width: int | None = None) -> str:
+        """The table with lines of at most ``width`` characters; default: those of the terminal, 100 without one."""
+        return table(("decision", "why", "where"), self.rows(), width) if self.decisions else NOTHING
+
     def __str__(self) -> str:
-        if not self.decisions:
-            return "gradfuse: nothing to do here; everything was compiled by stock Inductor."
-        header = ("pass", "op", "path", "why", "where")
-        rows = [header, *dict.fromkeys((d.pass_name, d.op, d.path, d.why, d.where) for d in self.decisions)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        return self.text()
 
 
 _collecting: list[Report] = []
@@ -61,10 +88,29 @@ _collecting: list[Report] = []
 _warned: set[tuple[str, str]] = set()
 
 
+#: The number of the graph that is being compiled.
+_graph: ContextVar[int | None] = ContextVar("gradfuse_graph", default=None)
+
+
 @contextlib.contextmanager
-def collect() -> Iterator[Report]:
-    """Collect every decision recorded inside the block."""
-    report = Report()
+def compiling(number: int, where: str = "") -> Iterator[None]:
+    """Decisions inside the block are about the graph of this number, which begins at ``where`` in the user's code."""
+    for report in _collecting:
+        report.graphs.setdefault(number, where)
+    token = _graph.set(number)
+    try:
+        yield
+    finally:
+        _graph.reset(token)
+
+
+@contextlib.contextmanager
+def collect(pictures: bool = False) -> Iterator[Report]:
+    """Collect every decision recorded inside the block; with ``pictures`` also what ``explain`` draws of attentions.
+
+    Pictures cost a copy of every graph with an attention, and the time to compute its learned terms once more.
+    """
+    report = Report(wants_pictures=pictures)
     _collecting.append(report)
     try:
         yield report
@@ -72,9 +118,38 @@ def collect() -> Iterator[Report]:
         _collecting[:] = [r for r in _collecting if r is not report]
 
 
-def record(pass_name: str, op: str, path: str, why: str, where: str = "") -> None:
+def pictures_wanted() -> bool:
+    """Whether some open report collects pictures."""
+    return any(report.wants_pictures for report in _collecting)
+
+
+def record_picture(picture: Any) -> None:
+    """Add a picture to every open report that wants any."""
+    for report in _collecting:
+        if report.wants_pictures:
+            report.pictures.append(picture)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside the block nothing is recorded: what was decided is only computed once more, to look at it."""
+    collecting, warned, level = list(_collecting), set(_warned), log.level
+    _collecting.clear()
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _collecting[:] = collecting
+        _warned.clear()
+        _warned.update(warned)
+        log.setLevel(level)
+
+
+def record(
+    pass_name: str, op: str, path: str, why: str, where: str = "", reductions: tuple[tuple[int, str], ...] = ()
+) -> None:
     """Record one decision in every open report and in the log."""
-    decision = Decision(pass_name, op, path, why, where)
+    decision = Decision(pass_name, op, path, why, where, _graph.get(), reductions)
     for report in _collecting:
         report.decisions.append(decision)
     log.info("%s", decision)
@@ -107,10 +182,10 @@ def _is_ours(file: str) -> bool:
 
 
 def user_line(node: Any) -> str:
-    """``file:line: code`` of the user's innermost line that made an FX node (not torch's, nor our ops'); "" if unknown."""
+    """``path:line: code`` of the user's innermost line that made an FX node (not torch's, nor our ops'); "" if unknown."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or "")) if node is not None else []
     own = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
     if not own:
         return ""
     frame = own[-1]
-    return f"{frame['file'].rsplit('/', 1)[-1]}:{frame['line']}: {frame['code'].strip()}"
+    return f"{short_path(frame['file'])}:{frame['line']}: {frame['code'].strip()}"

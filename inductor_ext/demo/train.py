@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..core.report import collect
+from ..core.table import progress
 from ..torch_api.config import without_caches
 from .model import LanguageModel
 
@@ -43,16 +43,6 @@ def worst_gradient_error(model: LanguageModel, batch: Tensor) -> tuple[float, st
         errors[name] = float((got.grad.double() - want.grad).norm() / want.grad.norm().clamp(min=1e-30))
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
-
-
-def progress(step: int, steps: int, loss: float, started: float) -> None:
-    """One line, redrawn in a terminal and printed now and then elsewhere."""
-    filled = 30 * step // steps
-    line = f"[{'#' * filled}{'.' * (30 - filled)}] step {step}/{steps}  loss {loss:.3f}  {time.time() - started:.0f} s"
-    if sys.stdout.isatty():
-        print(f"\r{line}", end="" if step < steps else "\n", flush=True)
-    elif step % max(steps // 10, 1) == 0 or step == 1:
-        print(line, flush=True)
 
 
 def step_milliseconds(loss_of: Callable[[Tensor], Tensor], batch: Tensor, repeats: int = 20) -> float:
@@ -98,13 +88,16 @@ def run(device_name: str | None, dtype_name: str, steps: int, seed: int) -> int:
     compiled_in = time.time() - started
     error, name = worst_gradient_error(model, batch)
     optimizer.zero_grad()
-    for step in range(1, steps + 1):
+    bar = progress("training", "step", of=range(1, steps + 1))
+    for step in bar:
         loss = compiled(next(data), mask)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        progress(step, steps, losses[-1], started)
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        if bar.disable and (step % max(steps // 10, 1) == 0 or step == 1):
+            print(f"step {step}/{steps}  loss {losses[-1]:.3f}  {time.time() - started:.0f} s", flush=True)
 
     tail = losses[-max(len(losses) // 10, 1) :]
     reached = sum(tail) / len(tail)

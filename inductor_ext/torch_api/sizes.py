@@ -20,6 +20,11 @@ def hint(value: Any) -> int:
     return int(read(value))
 
 
+def length(size: Any) -> int:
+    """A size of Dynamo's graph as it was when that was traced, without a guard on it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def known_at_most(value: Any, most: int) -> bool:
     """Whether a size is known to be at most ``most``."""
     return V.graph.sizevars.statically_known_leq(value, most)

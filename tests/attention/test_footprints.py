@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from torch.fx import Interpreter, symbolic_trace
 
 from inductor_ext.attention.footprints import footprints
-from inductor_ext.attention.kinds import BY_NAME
 from tests.support import random_score_mods
 
 #: (body of a score_mod, footprint of what it returns). t [5], u [2, 6], w [4, 3]; c is 0-d.
@@ -130,14 +129,8 @@ def test_spelling(body, expected):
 def varies(values, kind):
     """Whether ``values`` [B, H, Q, K] are more than this kind of function of the positions (for each batch and head)."""
     queries, keys = (torch.arange(n) for n in values.shape[2:])
-    index = {
-        BY_NAME["none"]: torch.zeros(values.shape[2:], dtype=torch.long),
-        BY_NAME["row"]: queries[:, None].expand(values.shape[2:]),
-        BY_NAME["column"]: keys[None, :].expand(values.shape[2:]),
-        BY_NAME["diagonal"]: keys[None, :] - queries[:, None] + values.shape[2],
-        BY_NAME["antidiagonal"]: keys[None, :] + queries[:, None],
-        BY_NAME["pair"]: torch.arange(values[0, 0].numel()).reshape(values.shape[2:]),
-    }[kind].reshape(-1)
+    alike = kind.alike(queries[:, None], keys[None, :]).expand(values.shape[2:])
+    index = torch.unique(alike, return_inverse=True)[1].reshape(-1)
     flat = values.reshape(*values.shape[:2], -1)
     representative = torch.zeros(*flat.shape[:2], int(index.max()) + 1, dtype=flat.dtype)
     representative[..., index] = flat

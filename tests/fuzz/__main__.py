@@ -13,6 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from inductor_ext.core.table import progress
 
 from .runner import FAMILIES, Outcome, Settings, generate, interleaved, run, run_one, to_json, work
 
@@ -41,24 +44,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _progress() -> Callable[[Outcome, int, int], None]:
-    """A bar where tqdm is installed, otherwise a line for every failure and every hundred programs."""
-    bar = None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
+    """A bar where stderr is a terminal, otherwise a line for every hundred programs; a line for every failure."""
+    bar: Any = None
     begin = time.monotonic()
 
     def show(outcome: Outcome, done: int, total: int) -> None:
         nonlocal bar
-        if tqdm is not None:
-            bar = bar or tqdm(total=total, unit="program", file=sys.stderr)
-            bar.update()
-        elif done % 100 == 0 or done == total:
+        bar = bar if bar is not None else progress("programs", "program", total=total)
+        bar.update()
+        if bar.disable and (done % 100 == 0 or done == total):
             print(f"{done} of {total} programs, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         if outcome.outcome in ("wrong", "crash"):
             line = f"{outcome.family}:{outcome.seed} {outcome.dtype} {outcome.outcome}: {outcome.reason}"
-            tqdm.write(line, file=sys.stderr) if tqdm is not None else print(line, file=sys.stderr, flush=True)
+            bar.write(line, file=sys.stderr)
+        if done == total:
+            bar.close()
 
     return show
 

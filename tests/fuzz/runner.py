@@ -73,7 +73,7 @@ def generate(family: str, seed: int, dtype: str = "any") -> Program:
     return importlib.import_module(f"{__package__}.{family}").generate(seed, dtype)
 
 
-class Timeout(Exception):
+class Timeout(BaseException):
     """A program took too long."""
 
 

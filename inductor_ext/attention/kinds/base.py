@@ -24,15 +24,20 @@ class FootprintKind:
     table of a kind is made outside the kernel by ordinary ops, one element for each value that an expression of the kind can
     have, and is read inside at ``index(q, k)``.
 
-    name: in reports and in what hoisting hands to the lowering. expensive: whether a table costs more than cheap arithmetic
-    on what a kernel reads anyway.
+    name: in reports and in what hoisting hands to the lowering. reads: how many values a kernel reads of a table, as reports
+    say it. expensive: whether a table costs more than cheap arithmetic on what a kernel reads anyway.
     """
 
     name: ClassVar[str]
+    reads: ClassVar[str]
     expensive: ClassVar[bool] = False
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """Whether an exact integer expression in ``Q``, ``K`` and other symbols depends on them in this form only."""
+        raise NotImplementedError
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """A number, of two integers or tensors of them, that is equal only where expressions of this kind are."""
         raise NotImplementedError
 
     def axes(self) -> list[str]:

@@ -106,10 +106,15 @@ class Diagonal(_Diagonal):
     """``t[b, h, k - q]``. Negative distances stand at the end of a table, where a negative index finds them."""
 
     name = "diagonal"
+    reads = "one value a distance k - q"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """With ``k = q + d`` the query cancels."""
         return Q not in sympy.expand(polynomial.subs(K, Q + _D)).free_symbols
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """The distance."""
+        return k - q
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
         """Query 0 for distances ahead, key 0 for those behind."""
@@ -142,10 +147,15 @@ class Antidiagonal(_Diagonal):
     """``t[b, h, k + q]``."""
 
     name = "antidiagonal"
+    reads = "one value a sum k + q"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """With ``k = d - q`` the query cancels."""
         return Q not in sympy.expand(polynomial.subs(K, _D - Q)).free_symbols
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """The sum of both positions."""
+        return k + q
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
         """The last query that there is, and the key that is left of the sum."""

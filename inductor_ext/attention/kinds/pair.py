@@ -22,10 +22,15 @@ class Pair(TiledKind):
     """``t[b, h, q, k]``: both positions, in no way that is known to be less."""
 
     name = "pair"
+    reads = "one value a pair"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """Every expression is of this kind."""
         return True
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """Another one for each pair of positions below 2**16."""
+        return q * 2**16 + k
 
     def axes(self) -> list[str]:
         """One element a query and key."""

@@ -16,10 +16,15 @@ class Scalar(FootprintKind):
     """``t[b, h]``: neither the query nor the key."""
 
     name = "none"
+    reads = "one value for all pairs"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """Neither position is in the expression."""
         return polynomial.free_symbols.isdisjoint((Q, K))
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """The same everywhere."""
+        return 0 * q + 0 * k
 
     def axes(self) -> list[str]:
         """No axes."""
@@ -42,10 +47,15 @@ class Row(FootprintKind):
     """``t[b, h, q]``: the query only."""
 
     name = "row"
+    reads = "one value a query"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """The key is not in the expression."""
         return K not in polynomial.free_symbols
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """The query."""
+        return q + 0 * k
 
     def axes(self) -> list[str]:
         """One element a query."""
@@ -68,10 +78,15 @@ class Column(FootprintKind):
     """``t[b, h, k]``: the key only."""
 
     name = "column"
+    reads = "one value a key"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """The query is not in the expression."""
         return Q not in polynomial.free_symbols
+
+    def alike(self, q: Any, k: Any) -> Any:
+        """The key."""
+        return 0 * q + k
 
     def axes(self) -> list[str]:
         """One element a key."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from .core.report import Decision, Report, collect
-from .torch_api.config import without_caches
-from .torch_api.graph import pytree
+from ..core.report import Decision, Report, collect
+from ..torch_api.config import without_caches
+from ..torch_api.graph import pytree
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``print(explanation)`` shows a table.
+    """What ``explain`` found; ``print(explanation)`` shows a table, a notebook shows pictures too.
 
     report: the decisions, in the order they were taken. output: what the function returned.
     """
@@ -32,6 +32,19 @@ class Explanation:
     def fallbacks(self) -> list[Decision]:
         """The decisions that left an op to stock Inductor."""
         return self.report.fallbacks
+
+    def html(self, title: str = "gradfuse") -> str:
+        """An HTML page that needs nothing but itself: the decisions, and for each flex_attention heat maps of its mask and
+        of each learned term of its score_mod over (query, key).
+        """
+        from .html import page
+
+        return page(self.report, title)
+
+    def _repr_html_(self) -> str:
+        from .html import fragment
+
+        return fragment(self.report)
 
     def __str__(self) -> str:
         return str(self.report)
@@ -54,7 +67,7 @@ def explain(
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
         torch.compiler.reset()
-        with collect() as report, without_caches():
+        with collect(pictures=True) as report, without_caches():
             compiled = torch.compile(function, backend="gradfuse", mode=mode, options=options, dynamic=dynamic)
             output = compiled(*args, **kwargs)
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
