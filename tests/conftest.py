@@ -1,6 +1,11 @@
-"""Every test starts from a clean Dynamo; without a GPU, Triton kernels run in Triton's interpreter."""
+"""Every test starts from a clean Dynamo; without a GPU, Triton kernels run in Triton's interpreter.
+
+``pytest`` runs the quick suite: every feature and every layer, and of a test with many cases some of them, as its marker
+``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others.
+"""
 
 import os
+from collections import defaultdict
 
 import torch
 
@@ -12,10 +17,28 @@ import pytest
 import inductor_ext  # noqa: F401  (registers the backend)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    mark_breadth(items)
+    if not torch.cuda.is_available():
+        without = [item for item in items if "gpu" in item.keywords]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def mark_breadth(items):
+    """Give the marker ``full`` to what the quick suite leaves out of each test. Slow tests are chosen by their own marker."""
+    cases = defaultdict(list)
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        skipped = {"slow", "multi_gpu"} & set(item.keywords)
+        if not skipped and item.get_closest_marker("breadth"):
+            cases[item.nodeid.split("[")[0], "gpu" in item.keywords].append(item)
+    for of_one_test in cases.values():
+        (keep,) = of_one_test[0].get_closest_marker("breadth").args
+        kept = {i * len(of_one_test) // keep for i in range(keep)}
+        for i, item in enumerate(of_one_test):
+            if i not in kept:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

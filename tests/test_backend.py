@@ -59,6 +59,7 @@ def test_lowerings_are_stocks_again_after_success_and_after_an_error():
     assert [lowerings[hop] for hop in HOPS] == before
 
 
+@pytest.mark.breadth(0)
 def test_stock_inductor_still_refuses_to_train_on_cpu():
     """The device check is relaxed for gradfuse alone, also after gradfuse has compiled."""
     query, bias = inputs()
@@ -145,6 +146,7 @@ def test_deterministic_refuses_atomics_and_names_the_users_line():
         torch.compile(attention, backend="gradfuse", options={"deterministic": True})(query, bias).sum().backward()
 
 
+@pytest.mark.breadth(0)
 def test_deterministic_without_captures():
     query, _ = inputs()
     function = torch.compile(lambda q: flex_attention(q, q, q), backend="gradfuse", options={"deterministic": True})

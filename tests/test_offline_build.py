@@ -24,7 +24,6 @@ from tests.support.targets import on_target
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py"),
-    pytest.mark.kernels,
 ]
 
 #: Run without the interpreter, which is chosen when Triton is imported.
@@ -139,6 +138,7 @@ def builds(names, quick):
     return [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in every]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "name, arch",
     builds(ATTENTIONS, {("relative", 90), ("causal", 100)}),
@@ -180,6 +180,7 @@ SCANS = {
 SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "name, dtype, arch",
     builds(
@@ -206,6 +207,7 @@ MLSTM_SPILLS = {
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "width, dtype, arch",
     builds(

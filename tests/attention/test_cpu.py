@@ -15,6 +15,7 @@ from .cases import BIASES, FEATURES, REFUSED
 CASES = {case.name: case for case in FEATURES + BIASES + REFUSED}
 
 
+@pytest.mark.breadth(15)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_match_float64(name):
     with eager_graphs():
@@ -25,6 +26,7 @@ def test_graphs_match_float64(name):
 COMPILED = ["one_query_one_key", "odd_length", "gqa", "bfloat16", "pair_batch"]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", COMPILED + [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in COMPILED])
 def test_matches_float64(name):
     CASES[name].check("cpu")
@@ -36,6 +38,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(dense_loops, "KEY_SEGMENT", 32)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("scope", [eager_graphs, contextlib.nullcontext], ids=["graphs", "compiled"])
 @pytest.mark.parametrize(
     "name", ["pair_batch", *(pytest.param(n, marks=pytest.mark.slow) for n in ("causal_small_blocks", "empty_row"))]

@@ -9,7 +9,6 @@ from .cases import BIASES, FEATURES, REFUSED
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"),
-    pytest.mark.kernels,
 ]
 
 
@@ -24,6 +23,7 @@ def cases(names=None, slow=()):
     return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
 
 
+@pytest.mark.breadth(12)
 @pytest.mark.parametrize("case", cases(slow=SLOW))
 def test_matches_float64(case):
     with triton_on_cpu():
@@ -35,6 +35,7 @@ ONE_PASS = {"odd_length", "longer_keys", "head_dim_40", "gqa", "kv_batch_1", "ca
 ONE_PASS |= {"query_scale", "pair", "pair_batch", "twice", "diagonals_merged"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "case", cases(ONE_PASS, slow={"longer_keys", "head_dim_40", "kv_batch_1", "query_scale", "pair_batch", "twice"})
 )
@@ -48,6 +49,7 @@ def test_one_pass_matches_float64(case):
 BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals_merged", "buckets", "pair", "pair_batch"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("one_pass", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", cases(BY_TMA, slow={"antidiagonal", "pair_batch", "buckets"}))
 def test_by_tma_matches_float64(case, one_pass):
@@ -61,6 +63,7 @@ IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "windo
 IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "case",
     cases(
@@ -87,6 +90,7 @@ def test_deterministic_matches_float64(case):
 IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["atomics", "deterministic"])
 @pytest.mark.parametrize("case", cases(IN_THE_KERNEL, slow={"swin"}))
 def test_lookups_in_the_kernel_match_float64(case, options):

@@ -103,19 +103,23 @@ def check_model(model, x, **options):
     assert max(errors.values()) < 2e-5, errors
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES], indirect=True)
 def test_layers_whose_captures_share_their_names(device):
     check_model(Stack(shared=False).to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
 
+@pytest.mark.breadth(1)
 def test_layers_that_share_one_table(device):
     check_model(Stack(shared=True).to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
 
+@pytest.mark.breadth(1)
 def test_bias_from_a_linear(device):
     check_model(BiasFromLinear().to(device), torch.randn(2, LENGTH, WIDTH, device=device))
 
 
+@pytest.mark.breadth(1)
 def test_bias_made_in_the_compiled_region_from_an_argument(device):
     """pytorch#145869: the leaf is an argument, what is captured is computed from it inside the region."""
     table = torch.randn(HEADS, LENGTH, device=device, requires_grad=True)
@@ -134,6 +138,7 @@ def test_bias_made_in_the_compiled_region_from_an_argument(device):
     assert max(map(relative_error, got, expected)) < 1e-5
 
 
+@pytest.mark.breadth(1)
 def test_gradient_through_the_logsumexp(device):
     q, k, v = (torch.randn(2, HEADS, LENGTH, 16, device=device, requires_grad=True) for _ in range(3))
     bias = torch.randn(HEADS, LENGTH, device=device, requires_grad=True)
@@ -155,6 +160,7 @@ def test_gradient_through_the_logsumexp(device):
     assert max(map(relative_error, got, expected)) < 1e-5
 
 
+@pytest.mark.breadth(1)
 def test_gradient_through_the_logsumexp_alone(device):
     q, k, v = (torch.randn(1, HEADS, LENGTH, 16, device=device, requires_grad=True) for _ in range(3))
 
@@ -169,6 +175,7 @@ def test_gradient_through_the_logsumexp_alone(device):
     assert max(map(relative_error, got, torch.autograd.grad(want, exact, grad.double()))) < 1e-5
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), *DEVICES], indirect=True)
 def test_dynamic_lengths(device):
     table = torch.randn(HEADS, 256, device=device, requires_grad=True)
@@ -188,6 +195,7 @@ def test_dynamic_lengths(device):
         assert max(map(relative_error, got, expected)) < 1e-5, length
 
 
+@pytest.mark.breadth(2)
 def test_kernel_options_and_small_mask_blocks(device):
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 96, 96, device=device, BLOCK_SIZE=(32, 64))
     options = {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 32, "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32}

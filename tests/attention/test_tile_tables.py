@@ -37,6 +37,7 @@ def test_an_aligned_pair_is_moved_by_tma():
     assert "blocks_of_table_0" not in forward_source(table, pair, tma=False)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", BY_ELEMENT)
 def test_other_pairs_are_read_by_element(name, monkeypatch):
     monkeypatch.setattr("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 0)

@@ -80,6 +80,7 @@ def session(request, tmp_path_factory):
     return device, world, folder
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SCENARIOS])
 def test_scenario(session, name, record_property):
     _device, world, folder = session

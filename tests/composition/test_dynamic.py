@@ -65,6 +65,7 @@ def test_a_block_mask_as_an_argument(device):
         )
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("block", ["the default", "the length"])
 def test_a_block_mask_built_in_the_region(device, block, alike):
     """Finding C3; a block of the symbolic length is what transformers builds for T5."""
@@ -102,6 +103,7 @@ def _masked(x, bias, offset):
     return dense(x, bias[:, index], masked=True)
 
 
+@pytest.mark.breadth(1)
 def test_a_pair_bias_of_symbolic_size(device):
     """Finding C4: a learned t[h, q, k]."""
 
@@ -113,6 +115,7 @@ def test_a_pair_bias_of_symbolic_size(device):
         check(compiled, dense, leaves(device, length, (HEADS, length, length)))
 
 
+@pytest.mark.breadth(1)
 def test_a_pair_bias_made_in_the_region(device):
     """Its size is symbolic and nobody's argument: the product of two projections of x."""
 
@@ -125,6 +128,7 @@ def test_a_pair_bias_made_in_the_region(device):
         check(compiled, lambda x, gain: dense(x, torch.tanh((x * gain) @ x.mT)), leaves(device, length, (DIM,)))
 
 
+@pytest.mark.breadth(1)
 def test_changing_batches_and_lengths_of_the_layer(device):
     """Attention and routed gathers; one compilation serves all shapes after the second."""
     layer = small.make(device=device)
@@ -135,6 +139,7 @@ def test_changing_batches_and_lengths_of_the_layer(device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.breadth(0)
 def test_marked_dynamic_and_bounded(device):
     layer = small.make(device=device)
     compiled = torch.compile(layer, backend="gradfuse", fullgraph=True)

@@ -145,6 +145,7 @@ def test_autocast(device):
     models.check_gradients(got, want, tolerance=1e-3, eager=eager)
 
 
+@pytest.mark.breadth(1)
 def test_compiled_autograd(device):
     """The backward of the whole loss as one compiled graph, in which ours is inlined."""
     model = models.make(("relative",)).to(device)
@@ -156,6 +157,7 @@ def test_compiled_autograd(device):
     models.check_gradients(models.gradients(model), want)
 
 
+@pytest.mark.breadth(0)
 def test_compiled_autograd_of_a_compiled_step(device, alike):
     """Forward and backward in one compiled function. Stock of torch 2.11 cannot trace flex_attention in it."""
     tokens = [x.to(device) for x in models.data()]

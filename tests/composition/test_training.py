@@ -25,12 +25,14 @@ def test_the_model(device):
     models.check_step(model, compiled(model), *(x.to(device) for x in models.data()))
 
 
+@pytest.mark.breadth(1)
 def test_the_model_in_half_precision(device):
     model = models.make().to(device, torch.bfloat16)
     batches = [tuple(x.to(device) for x in models.data(seed)) for seed in range(8)]
     models.check_half(model, compiled(model), batches, tolerance=1e-3)
 
 
+@pytest.mark.breadth(1)
 def test_float64_is_exact_to_float64s_precision(device):
     """Finding C10: the logsumexp was kept in float32, so gradients were right to 1e-7 only."""
     layer = small.make(device=device, dtype=torch.float64)
@@ -141,6 +143,7 @@ def test_incoming_gradients_of_any_layout(device):
         small.check_same(small.step(function, layer, x, order, grad), small.exact(layer, x, order, grad))
 
 
+@pytest.mark.breadth(1)
 def test_frozen_then_unfrozen_parameters(device, alike):
     """Finding G2: after a step with frozen parameters their gradient was wrong on CUDA, with torch 2.11.
 
@@ -166,6 +169,7 @@ def test_frozen_then_unfrozen_parameters(device, alike):
     alike(run, lambda _: stock_error(lambda backend: run(backend, dense=True)))
 
 
+@pytest.mark.breadth(0)
 def test_frozen_then_unfrozen_parameters_that_dynamo_guards(device):
     """The same with the guard in force on every release: an error here is ours."""
     with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):

@@ -18,7 +18,7 @@ from .runner import FAMILIES, Settings, generate, run
 PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
 
 
-@pytest.mark.kernels
+@pytest.mark.breadth(0)
 def test_fresh_programs():
     first = int(os.environ.get("GRADFUSE_FUZZ_SEED") or secrets.randbelow(10**9))
     # The slow families first, so that the workers end together.
@@ -125,6 +125,7 @@ def test_a_right_result_passes(name):
     assert result.outcome == "ok", result
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_planted_wrong_result_is_found(name):
     half = name == "half"
@@ -147,6 +148,7 @@ def test_an_invalid_program_is_discarded():
     assert judge(dataclasses.replace(KNOWN["indices"], source=source)).outcome == "discarded"
 
 
+@pytest.mark.breadth(0)
 def test_a_hung_program_is_a_crash():
     # The first attention of a process takes longer than a second.
     summary = run([("score_mods", 0), ("indices", 0)], Settings(timeout=1), workers=1)

@@ -45,6 +45,7 @@ def test_matches_float64(layer):
     check_float64(layer)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_half_precision_is_no_worse_than_eager(layer):
     """Root mean squares over draws: one draw's error is that of its few largest numbers. The routing is far from a tie."""
@@ -62,6 +63,7 @@ def test_half_precision_is_no_worse_than_eager(layer):
     assert (ours <= 1.2 * eager).all(), (ours, eager)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_breaks_no_more_graphs_than_stock(layer):
     """Dynamo breaks graphs before any backend sees them: stock's number is that of every backend."""

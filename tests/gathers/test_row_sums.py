@@ -50,6 +50,7 @@ def draws():
     yield "one", 3, torch.tensor([2])
 
 
+@pytest.mark.breadth(8)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, rows, ids", draws(), ids=lambda x: x if isinstance(x, str) else None)
 def test_segment_sum(name, rows, ids, device):
@@ -95,6 +96,7 @@ def test_segment_sum_of_strided_values(device):
         assert relative_error(got, exact) < 1e-5
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("times", [1, 3, 8, 40])

@@ -190,6 +190,7 @@ def gradients(function, x, chosen, weight):
     ]
 
 
+@pytest.mark.breadth(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", PATHS, ids=lambda f: f.__name__)
 def test_as_exact_as_fp32_rounded_once(function, dtype):
@@ -208,6 +209,7 @@ def test_as_exact_as_fp32_rounded_once(function, dtype):
     assert relative_error(out, want_out) <= 1.05 * relative_error(function(x.float(), chosen).to(dtype), want_out)
 
 
+@pytest.mark.breadth(4)
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", [*UNPROVEN, scatter_reduced, embedded, embedded_with_padding], ids=lambda f: f.__name__)
@@ -246,6 +248,7 @@ def elements_by_a_row_of_places(x, chosen):
 ELEMENTS = [gather_of_elements, elements_onto_x, elements_instead_of_x, elements_by_a_row_of_places]
 
 
+@pytest.mark.breadth(2)
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", ELEMENTS, ids=lambda f: f.__name__)
@@ -262,6 +265,7 @@ def test_deterministic_element_by_element(function, dtype):
         assert relative_error(mine, exact) <= 1.2 * relative_error(rounded.to(dtype), exact) + 1e-7
 
 
+@pytest.mark.breadth(0)
 @INTERPRETED
 def test_indices_of_a_symbolic_length_that_broadcast():
     """The size of a dim comes from an index that has it, not from one that is expanded along it."""
@@ -289,6 +293,7 @@ def test_can_be_disabled():
     assert not report.decisions
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("function", [permute, few_hot_rows, two_indices, matrix_of_indices], ids=lambda f: f.__name__)
 def test_dynamic_lengths(function):
     torch._dynamo.reset()
@@ -333,6 +338,7 @@ MASKED = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", MASKED)
 def test_lengths_that_data_decides(name, deterministic):

@@ -50,6 +50,7 @@ SLOW = {"strided", "expanded", "high_gates", "float16", "aligned"}
 marked = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", marked)
 def test_kernels(name, device):
@@ -76,6 +77,7 @@ def test_widths_and_lengths(width, dtype):
         check(case, "cuda")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_lengths(device):
     case = Case(heads=1)
@@ -121,6 +123,7 @@ def test_ten_runs_are_bitwise_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_maxima_far_back(device):
     """One strong input first: it is every later row's maximum, and with a large eps the gradient reaches it from all."""

@@ -25,12 +25,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(dense_loops, "KEY_SEGMENT", 48)
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_match_float64(name):
     with eager_graphs():
         CASES[name].check(compiled(CASES[name]))
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("length", [96, 97, 250])
 @pytest.mark.parametrize("name", ["affine", "no_norm", "large_eps", "steep_gates", "bfloat16"])
 def test_segments_match_float64(name, length, small_blocks):
@@ -39,6 +41,7 @@ def test_segments_match_float64(name, length, small_blocks):
         case.check(compiled(case))
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("name", ["affine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("large_eps", "bfloat16"))])
 def test_matches_float64(name, small_blocks):
     CASES[name].check(compiled(CASES[name]))
@@ -67,6 +70,7 @@ def test_columns_after_the_rows_are_not_computed(small_blocks):
     assert y[:, :, :32].isfinite().all() and y[:, :, 48:].isnan().all()
 
 
+@pytest.mark.breadth(0)
 def test_memory_is_linear_in_the_length():
     """No tensor of either graph, loop bodies included, holds length x length elements."""
     case = Case(length=2048, heads=1, value_width=16)

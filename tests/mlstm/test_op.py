@@ -31,6 +31,7 @@ def test_the_formula_of_the_gradient_in_float64(eps, norm_eps, norm):
     assert max(errors.values()) < 1e-11, errors
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("shift", [-20.0, 20.0])
 @pytest.mark.parametrize("forget", [-20.0, 20.0])
 @pytest.mark.parametrize("norm", [True, False])

@@ -51,6 +51,7 @@ def decisions(form, inputs, **options):
     return [d for d in report.decisions if d.pass_name == "mlstm_pattern"], errors
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_forms_are_recognised(name, dynamic):
@@ -60,6 +61,7 @@ def test_plain_forms_are_recognised(name, dynamic):
     assert max(errors) < 1e-5
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     found, errors = decisions(NEAR_MISSES[name], operands())

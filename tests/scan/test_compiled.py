@@ -84,6 +84,7 @@ def check(combine, xs, ys, used, bound=1e-5):
 QUICK = {"gated", "matrix_product", "log_space", "segmented", "largest_and_where"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "combine",
     [pytest.param(c, id=c.__name__, marks=[] if c.__name__ in QUICK else [pytest.mark.slow]) for c in COMBINES],
@@ -94,6 +95,7 @@ def test_against_a_loop(combine, device):
     check(combine, xs, compiled(combine)(*xs), range(len(xs)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_captured_number_of_one_sequence(device, reverse):
     """Its gradient is a sum over all steps but the first, which the kernel of the scan also adds up."""
@@ -118,6 +120,7 @@ def test_a_captured_number_of_one_sequence(device, reverse):
         assert relative_error(mine, right) < 1e-6
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("combine", [gated, total], ids=lambda f: f.__name__)
 def test_dynamic_lengths(combine, device):
     run = compiled(combine, dynamic=True)
@@ -126,6 +129,7 @@ def test_dynamic_lengths(combine, device):
         check(combine, xs, run(*xs), range(len(xs)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("length", [1, 33, 100])
 def test_in_two_levels(length, device, monkeypatch):
     monkeypatch.setattr(associative_module, "CHUNK", 16)
@@ -134,6 +138,7 @@ def test_in_two_levels(length, device, monkeypatch):
     check(gated, xs, compiled(gated)(*xs), (0, 1))
 
 
+@pytest.mark.breadth(0)
 def test_in_two_levels_with_dynamic_lengths(device, monkeypatch):
     monkeypatch.setattr(associative_module, "CHUNK", 16)
     monkeypatch.setattr(associative_module, "FEWEST_CHUNKS", 2)
@@ -143,6 +148,7 @@ def test_in_two_levels_with_dynamic_lengths(device, monkeypatch):
         check(gated, xs, run(*xs), (0, 1))
 
 
+@pytest.mark.breadth(1)
 def test_leaves_of_several_shapes(device):
     """Stock reads every leaf by the shape of the first."""
     shapes = [(3, 1), (3, 4)]
@@ -155,6 +161,7 @@ def spun(r1, i1, r2, i2, rate):
     return rate * (r1 * r2 - i1 * i2), rate * (r1 * i2 + i1 * r2)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("combine, many", [(decayed, False), (spun, True)], ids=["apart", "mixed"])
 def test_captured_tensors(combine, many, device, monkeypatch):
     """Of leaves that do not mix, and of some that do, over many lanes."""
@@ -171,6 +178,7 @@ def test_captured_tensors(combine, many, device, monkeypatch):
     assert max(map(relative_error, got, want)) < 1e-5
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_the_gradient_that_was_zero(dim, reverse, device):
@@ -210,6 +218,7 @@ def stores(combine, xs, dim, reverse=False):
     return [[kernel.count("tl.store(") for kernel in kernels] for kernels in codes_of(combine, xs, dim, reverse)]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_linear_recurrence_from_the_end_is_one_kernel_each_way(dim, device, monkeypatch):
     """What the front end flips is read and written from the end."""
@@ -223,6 +232,7 @@ def rooted(a1, x1, a2, x2):
     return a1 * a2, x1 * a2 + x2.sqrt()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_one_kernel_forward_and_two_backward(dim, device):
     """Each stores once what it is for: the state; its gradient through all that follows; the gradients of the operands."""
@@ -230,6 +240,7 @@ def test_one_kernel_forward_and_two_backward(dim, device):
     assert stores(gated, xs, dim) == [[1], [1, 2]]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", range(4))
 @pytest.mark.parametrize("combine", [gated, pytest.param(rooted, marks=pytest.mark.slow)])
@@ -240,6 +251,7 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     assert stores(combine, xs, dim) == [[1], [2]]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "combine",
     [matrix_product, log_space, *(pytest.param(c, marks=pytest.mark.slow) for c in (complex_product, upper_triangular))],
@@ -254,6 +266,7 @@ def test_leaves_that_mix_over_many_lanes(combine, reverse, device, monkeypatch):
     check(combine, xs, [y.flip(0) for y in ys] if reverse else ys, range(len(xs)))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_leaves_that_mix_are_one_kernel_each_way(reverse, device, monkeypatch):
     """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
@@ -262,6 +275,7 @@ def test_leaves_that_mix_are_one_kernel_each_way(reverse, device, monkeypatch):
     assert stores(matrix_product, xs, 1, reverse) == [[2], [4]]
 
 
+@pytest.mark.breadth(0)
 def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
     """Operands and results are saved, not what is made of them; over many lanes the kernel is ours."""
     few_lanes_are_many(monkeypatch)
@@ -323,6 +337,7 @@ def test_many_lanes(shape, dim, dtype):
     check_end(dim, xs, y, weight, torch.autograd.grad(y, xs, weight))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("reverse", [False, True])

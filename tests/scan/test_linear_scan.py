@@ -37,6 +37,7 @@ def operands(length, planes, lanes, dtype, device):
     return [t.to(where, dtype) for t in (c, x)]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_dynamic_lengths(device):
             assert relative_error(run(c, x), scan(c.double(), x.double(), False, torch.float64)) < 1e-6
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_any_memory_order(order, device):
@@ -110,6 +112,7 @@ def test_any_memory_order(order, device):
     assert relative_error(got, scan(c.double(), x.double(), True, torch.float64)) < 1e-6
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "shape, dim", [((2, 3, 70, 4, 5), 2), ((6, 70, 20), 1), ((3, 2, 70, 20), 2), ((6, 70, 5, 2, 2), 1)], ids=str

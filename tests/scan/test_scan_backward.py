@@ -62,6 +62,7 @@ class Problem:
         return [relative_error(g, w) for g, w in zip(got, want, strict=True) if w is not None]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize(
     "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]
@@ -82,6 +83,7 @@ def test_opcheck(reverse):
     torch.library.opcheck(torch.ops.gradfuse.scan_backward.default, arguments)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1, 2, 4, 9])
 def test_lengths(length, device):
@@ -89,6 +91,7 @@ def test_lengths(length, device):
     assert max(problem.errors(problem.run())) < 2e-6
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_memory_order(dim, device):

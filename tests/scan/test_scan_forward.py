@@ -83,6 +83,7 @@ def check(combine, run, xs, device, used=None, bound=1e-6):
     assert max(map(error, got, want)) < bound
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("combine", KINDS, ids=lambda f: f.__name__)
 def test_against_a_loop(combine, device):
@@ -105,6 +106,7 @@ def test_opcheck(reverse):
     torch.library.opcheck(torch.ops.gradfuse.scan_forward.default, (planes, source, [3, 5, 4, 2], 1, reverse))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 128, 129, 257])
 def test_lengths(length, device):
@@ -129,6 +131,7 @@ def test_from_the_end(length, device):
     assert all(error(g, w.flip(0)) < 1e-6 for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("leaves", [1, 3, 8])
 def test_numbers_of_leaves(leaves, device):
@@ -140,6 +143,7 @@ def test_numbers_of_leaves(leaves, device):
     assert all(relative_error(g, x) < 1e-6 for g, x in zip(got, xs, strict=True))
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_memory_order(dim, device):
@@ -147,6 +151,7 @@ def test_any_memory_order(dim, device):
     check(log_space, compiled(log_space, xs), xs, device)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_and_expanded(device):
     first, second = operands(gated, (40, 3, 40), device=device)
@@ -154,6 +159,7 @@ def test_strided_and_expanded(device):
     check(gated, compiled(gated, xs), xs, device)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes_are_rounded_once(dtype, device):
@@ -175,6 +181,7 @@ def test_integers(device):
     check(total, compiled(total, [small]), [small], device)
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_lengths(device):
     """Found out to be dynamic by the second."""
@@ -195,6 +202,7 @@ def test_into_what_uses_it(device):
     assert len(kernels_of(code)) == 1
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("used", [(0,), (3,), (1, 2), (0, 1, 2, 3)], ids=str)
 def test_what_is_not_used_is_not_stored(used, device):

@@ -50,6 +50,7 @@ def hoisted(report):
     return any(d.pass_name == "hoisting" and d.path == "table" for d in report.decisions)
 
 
+@pytest.mark.breadth(1)
 def test_inside_a_checkpoint():
     assert hoisted(check(lambda q, t: checkpoint(attention, q, t, use_reentrant=False), fullgraph=True))
 
@@ -68,6 +69,7 @@ def test_float64_keeps_its_precision():
     check(attention, tolerance=1e-13, dtype=torch.float64)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("where", ["argument", "inside"])
 def test_dynamic_lengths_with_a_block_mask(where):
     def run(q, t, mask):
@@ -95,6 +97,7 @@ def test_dynamic_lengths_with_a_block_mask(where):
                 assert relative_error(g, w) <= 1e-5
 
 
+@pytest.mark.breadth(1)
 def test_dynamic_lengths_with_a_learned_pair():
     def run(q, t):
         return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + t[h, i, j])
@@ -147,6 +150,7 @@ def counts(folder, options="{}"):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.breadth(0)
 def test_a_second_process_starts_warm(tmp_path):
     cold, warm, other = counts(tmp_path), counts(tmp_path), counts(tmp_path, '{"disable": ["hoisting"]}')
     for found in (cold, warm, other):

@@ -29,6 +29,7 @@ def rows_of_probabilities(x):
     return y, F.pad(y[:, :-2], (0, 2)).sum(-1)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", [padded_softmax, padded_with_a_value, rows_of_probabilities])
 def test_matches_float64(function, device):

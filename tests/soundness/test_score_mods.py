@@ -247,6 +247,7 @@ CASES = [
 ]
 
 
+@pytest.mark.breadth(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_graphs_match_float64(case):
     with eager_graphs():
@@ -274,7 +275,7 @@ def test_a_number_a_head_of_one_query_and_one_key(device):
     assert "summed in registers" in backward and "one writer" not in backward
 
 
-@pytest.mark.kernels
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("case", [c for c in CASES if "narrow" in c.name], ids=lambda c: c.name)
 def test_generated_code_matches_float64(case):
     """Inductor follows positions through casts in the integers, so an expression that leaves the kernel says where it wraps."""

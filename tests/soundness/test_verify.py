@@ -44,6 +44,7 @@ def test_a_model_that_is_right_passes():
     assert found.path == "checked"
 
 
+@pytest.mark.breadth(1)
 def test_a_wrong_pass_is_found_and_named():
     rewrite = passes.hoisting.rewrite
 
@@ -104,6 +105,7 @@ def test_verification_does_not_touch_the_callers_tensors():
     assert torch.equal(buffer, torch.ones(4)) and torch.equal(x.grad, torch.ones(4))
 
 
+@pytest.mark.breadth(1)
 def test_dump_writes_graphs_before_and_after_each_pass_and_the_code(tmp_path):
     torch._dynamo.reset()
     model = Model()

@@ -20,7 +20,7 @@ from tests.support.targets import on_target
 #: For tests of what only the machine without a GPU emits, and for those that run kernels here or there.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 DEVICES = [
-    pytest.param("interpreter", marks=[INTERPRETED, pytest.mark.kernels]),
+    pytest.param("interpreter", marks=INTERPRETED),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
