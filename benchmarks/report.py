@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from inductor_ext.options import PASSES, Options
+from inductor_ext.options import Options
+from inductor_ext.registry import NAMES
 
 from .runner import RESULTS
 
@@ -415,7 +416,7 @@ def _described(docstring: str) -> dict[str, str]:
 def passes_table() -> str:
     """What ``disable`` may name."""
     lines = ["| name | what it does |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', chr(92) + '|')} |" for name, what in PASSES.items())])
+    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', chr(92) + '|')} |" for name, what in NAMES.items())])
 
 
 def new_figure() -> tuple[Any, Any]:

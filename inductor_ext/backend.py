@@ -32,7 +32,8 @@ from .explanations import pictures
 from .gathers import gathers
 from .mlstm import op as mlstm_op
 from .mlstm import rewrite as mlstm
-from .options import PASSES, Options, split
+from .options import Options, split
+from .registry import NAMES
 from .scan.scan import scan
 from .torch_api import config
 from .torch_api.config import (
@@ -143,7 +144,7 @@ def gradfuse(
     number = next(_numbers)
     if number >= int(os.environ.get("GRADFUSE_GRAPHS", sys.maxsize)):
         # ``gradfuse bisect`` leaves the later graphs to stock; the last of the others is the one to show.
-        return _compile(gm, example_inputs, replace(own, disable=frozenset(PASSES)), patches, number)
+        return _compile(gm, example_inputs, replace(own, disable=frozenset(NAMES)), patches, number)
     target = os.environ.get("GRADFUSE_REPRO")
     if not own.verify and target is None:
         return _compile(gm, example_inputs, own, patches, number)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .core.table import progress
-from .options import PASSES
+from .registry import NAMES
 
 #: More graphs than any script compiles.
 _MOST_GRAPHS = 1024
@@ -49,7 +49,7 @@ def first(fails: Callable[[int], bool], most: int) -> int:
 
 def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.py") -> int:
     """Find the guilty pass and graph, print them and write ``repro``; 0 where they are found."""
-    script, names = Script(path, arguments), list(PASSES)
+    script, names = Script(path, arguments), list(NAMES)
     print(f"Running {path} as it is ...", flush=True)
     if not script.fails():
         print("It succeeds: there is nothing to find.")
@@ -76,6 +76,6 @@ def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.p
 
         count = first(with_graphs, _MOST_GRAPHS)
     script.fails(others, graphs=count, repro=Path(repro))
-    print(f"The pass {names[guilty]!r} makes it fail ({PASSES[names[guilty]]}), on graph {count - 1}.")
+    print(f"The pass {names[guilty]!r} makes it fail ({NAMES[names[guilty]]}), on graph {count - 1}.")
     print(f"options={{'disable': [{names[guilty]!r}]}} leaves it out. {repro} shows that graph with its inputs.")
     return 0

@@ -1,17 +1,19 @@
 """The table of our Inductor lowerings: FX node to Inductor IR, by way of a template.
 
-To add one: a function ``lower`` in the feature's folder with the op's operands, a line in ``table``, a template, a test.
+To add a kernel: an op and a ``KernelOp`` in the feature's folder, a line in ``KERNELS``, a template, a test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .attention import backward, forward
-from .core.templates import TEMPLATE_DIR
+from .core import depend  # noqa: F401  (registers gradfuse::depend)
+from .core.kernel_op import KernelOp
 from .gathers import gather_sum, place_rows, segment_sum
 from .mlstm import lowering as mlstm
 from .options import Options
@@ -20,28 +22,56 @@ from .torch_api.higher_order import associative_scan_hop, flex_attention_backwar
 from .torch_api.ir import stored
 from .torch_api.lowering import lowerings
 
-__all__ = ["TEMPLATE_DIR", "table"]
+
+@dataclass(frozen=True)
+class Replaced:
+    """An op of PyTorch that we lower in our way; ``lower(options, stock)`` returns the lowering, which may call stock's."""
+
+    name: str
+    what: str
+    op: Any
+    lower: Callable[[Options, Callable[..., Any]], Callable[..., Any]]
+
+
+REPLACED: tuple[Replaced, ...] = (
+    Replaced(
+        "flex_attention",
+        "lowering of flex_attention's forward for training onto flex_forward.py.jinja",
+        flex_attention_hop,
+        forward.lower,
+    ),
+    Replaced(
+        "flex_attention_backward",
+        "lowering of flex_attention's backward onto flex_backward.py.jinja",
+        flex_attention_backward_hop,
+        backward.lower,
+    ),
+    Replaced(
+        "scans",
+        "what is left to stock's lowering of associative_scan: results in the memory order of its operands",
+        associative_scan_hop,
+        lower_associative.lower,
+    ),
+)
+
+#: Ops that our passes put into graphs.
+KERNELS: tuple[KernelOp, ...] = (
+    mlstm.FORWARD,
+    mlstm.BACKWARD,
+    lower_linear.KERNEL,
+    lower_forward.KERNEL,
+    lower_backward.KERNEL,
+    gather_sum.KERNEL,
+    segment_sum.KERNEL,
+    place_rows.KERNEL,
+)
 
 
 def table(own: Options) -> dict[Any, Callable[..., Any]]:
     """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``own`` enables them."""
-    entries = {
-        "scans": (associative_scan_hop, lower_associative.lower),
-        "flex_attention": (flex_attention_hop, forward.lower),
-        "flex_attention_backward": (flex_attention_backward_hop, backward.lower),
-    }
-    ours = {op: lower(own, lowerings[op]) for name, (op, lower) in entries.items() if own.enabled(name)}
-    made_by_rewrites = {
+    return {
+        **{each.op: each.lower(own, lowerings[each.op]) for each in REPLACED if own.enabled(each.name)},
+        **{each.overload: each.lowering(own) for each in KERNELS},
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
-        torch.ops.gradfuse.gather_sum.default: gather_sum.lower,
-        torch.ops.gradfuse.linear_scan.default: lower_linear.lower,
-        torch.ops.gradfuse.place_rows.default: place_rows.lower,
-        torch.ops.gradfuse.scan_backward.default: lower_backward.lower,
-        torch.ops.gradfuse.scan_forward.default: lower_forward.lower,
-        torch.ops.gradfuse.segment_sum.default: segment_sum.lower,
         torch.ops.gradfuse.stored.default: stored,
     }
-    if own.enabled("mlstm"):
-        ours[torch.ops.gradfuse.mlstm_tiles.default] = mlstm.lower_forward
-        ours[torch.ops.gradfuse.mlstm_tiles_backward.default] = mlstm.lower_backward
-    return {**ours, **made_by_rewrites}

@@ -17,22 +17,6 @@ import torch
 
 from .torch_api.config import inductor_options
 
-#: What ``disable`` may name, and what each one is.
-PASSES: dict[str, str] = {
-    "score_mods": "rewrite of score_mods that stock refuses (0-d captures, nested indexing, unused captures, ...)",
-    "hoisting": "expressions of a score_mod that depend on less than a (query, key) pair, computed once as tables",
-    "scans": "associative_scan in pointwise mode: a gradient that is right, in one pass back through time",
-    "scatters": "scatter-adds (gradients of gathers): fp32 sums rounded once, no atomics where provable or slower",
-    "gathers": "gathers that read a large tensor several times over: each row read once and stored to its places",
-    "casts": "round trips of casts (bf16 -> f32 -> bf16) through ops that only move values, removed",
-    "out_dtype": "half-precision matmuls whose result is cast to fp32 and returned (weight gradients): fp32 output",
-    "mlstm_pattern": "mLSTM in plain PyTorch, recognised and replaced by the op mlstm",
-    "mlstm": "lowering of what is quadratic in the length of the op mlstm onto fused kernels",
-    "dense_attention": "flex_attention on CPU tensors as blocked dense math, which trains",
-    "flex_attention": "lowering of flex_attention's forward for training onto flex_forward.py.jinja",
-    "flex_attention_backward": "lowering of flex_attention's backward onto flex_backward.py.jinja",
-}
-
 
 class OptionError(RuntimeError):
     """An option of ``torch.compile(backend="gradfuse")`` that does not exist or has the wrong type.
@@ -48,8 +32,8 @@ class Options:
     deterministic: bitwise reproducible gradients. Also on under ``torch.use_deterministic_algorithms(True)``. A lowering
         that would need atomics refuses, naming the expression, instead of being silently irreproducible.
     strict: raise instead of falling back to stock Inductor's lowering.
-    disable: names of rewrites and lowerings to leave out (see ``PASSES``). The environment's GRADFUSE_DISABLE, names with
-        commas between them, adds to it.
+    disable: names of rewrites and lowerings to leave out (see ``registry.NAMES``). The environment's GRADFUSE_DISABLE, names
+        with commas between them, adds to it.
     verify: check the first call of every compiled graph against the graph as it was traced (``verify.py``).
     dump: a directory for each graph before and after each pass, and for the code that Inductor wrote (``dump.py``).
     """
@@ -77,10 +61,13 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _checked_disable(value: Any) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OptionError(f"option 'disable' takes a list of names, got {type(value).__name__}: {value!r}")
+    # The registry imports every feature, and features take the options.
+    from .registry import NAMES
+
     names = list(value)
     for name in names:
-        if name not in PASSES:
-            raise OptionError(f"option 'disable' names {name!r}, which does not exist: {_nearest(str(name), PASSES)}")
+        if name not in NAMES:
+            raise OptionError(f"option 'disable' names {name!r}, which does not exist: {_nearest(str(name), NAMES)}")
     return frozenset(names)
 
 

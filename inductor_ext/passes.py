@@ -10,8 +10,7 @@ A graph may hold others, as the body of a checkpoint, a branch, a loop or a comp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule
@@ -21,42 +20,76 @@ from .attention import cpu as dense_attention
 from .casts import rewrite as casts
 from .core import joint_graph
 from .core.dynamo_graph import graphs_in
+from .core.pass_ import Pass
 from .dump import Dump
 from .gathers import gathers, scatters
 from .mlstm import cpu as dense_mlstm
 from .mlstm import rewrite as mlstm
-from .options import PASSES, Options
+from .options import Options
 from .scan import rewrite as scans
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One rewrite: its name, as ``disable`` and reports have it, its stage, and what rewrites one graph in place.
-
-    ``run`` takes a GraphModule and the options; on the joint graph a ``joint_graph.Builder`` in place of the module.
-    """
-
-    name: str
-    stage: str
-    run: Callable[[Any, Options], None]
-
-    @property
-    def what(self) -> str:
-        """What the pass does, in one line."""
-        return PASSES[self.name]
-
-
-#: The rewrites are looked up when they run, so that a test can watch one.
+#: In the order in which they run. The rewrites are looked up when they run, so that a test can watch one.
 ORDER: tuple[Pass, ...] = (
-    Pass("score_mods", "dynamo", lambda gm, own: canonical.rewrite(gm, own)),
-    Pass("hoisting", "dynamo", lambda gm, own: hoisting.rewrite(gm, own)),
-    Pass("scans", "dynamo", lambda gm, own: scans.rewrite(gm, own)),
-    Pass("mlstm_pattern", "dynamo", lambda gm, own: mlstm.rewrite(gm, own)),
-    Pass("scatters", "joint", lambda build, own: scatters.rewrite(build, own)),
-    Pass("gathers", "joint", lambda build, own: gathers.rewrite(build, own)),
-    Pass("casts", "joint", lambda build, own: casts.rewrite(build, own)),
-    Pass("dense_attention", "post_aot", lambda gm, own: dense_attention.rewrite(gm, own)),
-    Pass("mlstm", "post_aot", lambda gm, own: dense_mlstm.rewrite(gm, own)),
+    Pass(
+        "score_mods",
+        "dynamo",
+        "rewrite of score_mods that stock refuses (0-d captures, nested indexing, unused captures, ...)",
+        lambda gm, own: canonical.rewrite(gm, own),
+    ),
+    Pass(
+        "hoisting",
+        "dynamo",
+        "expressions of a score_mod that depend on less than a (query, key) pair, computed once as tables",
+        lambda gm, own: hoisting.rewrite(gm, own),
+    ),
+    Pass(
+        "scans",
+        "dynamo",
+        "associative_scan in pointwise mode: a gradient that is right, in one pass back through time",
+        lambda gm, own: scans.rewrite(gm, own),
+    ),
+    Pass(
+        "mlstm_pattern",
+        "dynamo",
+        "mLSTM in plain PyTorch, recognised and replaced by the op mlstm",
+        lambda gm, own: mlstm.rewrite(gm, own),
+    ),
+    Pass(
+        "scatters",
+        "joint",
+        "scatter-adds (gradients of gathers): fp32 sums rounded once, no atomics where provable or slower",
+        lambda build, own: scatters.rewrite(build, own),
+    ),
+    Pass(
+        "gathers",
+        "joint",
+        "gathers that read a large tensor several times over: each row read once and stored wherever it goes",
+        lambda build, own: gathers.rewrite(build, own),
+    ),
+    Pass(
+        "casts",
+        "joint",
+        "round trips of casts (bf16 -> f32 -> bf16) through ops that only move values, removed",
+        lambda build, own: casts.rewrite(build, own),
+    ),
+    Pass(
+        "out_dtype",
+        "joint",
+        "half-precision matmuls whose result is cast to fp32 and returned (weight gradients): fp32 output",
+        lambda build, own: casts.widen_matmuls(build, own),
+    ),
+    Pass(
+        "dense_attention",
+        "post_aot",
+        "flex_attention on CPU tensors as blocked dense math, which trains",
+        lambda gm, own: dense_attention.rewrite(gm, own),
+    ),
+    Pass(
+        "mlstm",
+        "post_aot",
+        "what is quadratic in the length of the op mlstm: fused kernels, and blocked dense math on a CPU",
+        lambda gm, own: dense_mlstm.rewrite(gm, own),
+    ),
 )
 
 
@@ -67,7 +100,7 @@ def run(stage: str, gm: GraphModule, own: Options, dump: Dump) -> None:
         with _target(stage, module) as target:
             for each in ORDER:
                 if each.stage == stage and target is not None:
-                    each.run(target, own)
+                    each(target, own)
                     dump.graph(gm, f"{stage}_{each.name}")
         if module is not gm:
             module.recompile()

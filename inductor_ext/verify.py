@@ -19,8 +19,9 @@ from torch.fx import GraphModule
 
 from .core.report import record
 from .core.table import progress
-from .options import PASSES, Options
+from .options import Options
 from .reference import Reference, draws_random_numbers, readable
+from .registry import NAMES
 
 #: What is always allowed, relative to the norm of the reference: a wrong gradient is off by far more.
 FLOOR = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -83,7 +84,7 @@ def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compil
         record("verify", "graph", "checked", f"{len(exact)} outputs, gradients and changed inputs agree")
         return
     guilty = []
-    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(own.enabled, PASSES))):
+    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(own.enabled, NAMES))):
         without = replace(own, disable=own.disable | {name}, verify=False)
         # What cannot be compiled without a pass says nothing of it.
         with contextlib.suppress(Exception):

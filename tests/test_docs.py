@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from inductor_ext.options import OPTIONS, PASSES
+from inductor_ext.options import OPTIONS
+from inductor_ext.registry import NAMES
 
 ROOT = report.ROOT
 README = ROOT / "README.md"
@@ -93,14 +94,14 @@ def test_options_and_passes_are_all_described():
     options, readme = (ROOT / "docs" / "options.md").read_text(), README.read_text()
     for option in OPTIONS:
         assert options.count(f"\n| `{option}` |") == readme.count(f"\n| `{option}` |") == 1, option
-    for each in PASSES:
+    for each in NAMES:
         assert f"| `{each}` |" in options, each
 
 
 def test_the_picture_of_the_stages():
     drawn = runpy.run_path(str(STAGES))
     assert STAGES.with_suffix(".svg").read_text() == drawn["draw"](), "python docs/figures/stages.py draws it anew"
-    assert {p for stage in drawn["STAGES"] for p in stage.passes} == set(PASSES)
+    assert {p for stage in drawn["STAGES"] for p in stage.passes} == set(NAMES)
 
 
 def test_the_readmes_test_command_is_what_ci_runs():

@@ -1,7 +1,7 @@
 """Draw the stages of a compilation: ``python docs/figures/stages.py`` writes stages.svg beside this file.
 
 The drawing is plain SVG text. The passes of a stage come from ``STAGES``; ``tests/test_docs.py`` holds that every pass of
-``inductor_ext.options.PASSES`` stands in one of them, and that the file is what this script writes.
+``inductor_ext.registry.NAMES`` stands in one of them, and that the file is what this script writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ STAGES = (
         "Inductor lowering, with our entries",
         "FX node to Inductor IR; one template for each kernel",
         True,
-        ("flex_attention", "flex_attention_backward", "mlstm"),
+        (
+            *("flex_attention", "flex_attention_backward", "mlstm"),
+            *("linear_scan", "scan_forward", "scan_backward", "gather_sum", "segment_sum", "place_rows"),
+        ),
     ),
     Stage("Inductor code generation", "Triton on a GPU, C++ on a CPU; fusion, caches, launching", False),
 )

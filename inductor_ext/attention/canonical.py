@@ -37,8 +37,6 @@ NAME = "score_mods"
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Rewrite, in place, every flex_attention of a Dynamo graph."""
-    if not own.enabled(NAME):
-        return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         _rewrite_node(gm, node, own)
     gm.recompile()

@@ -60,8 +60,6 @@ LARGEST_PAIR_TABLE = 2**22
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Hoist, in place, what can be hoisted out of every score_mod of a Dynamo graph that will need a gradient."""
-    if not own.enabled(NAME):
-        return
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         call = ForwardCall.of(node)
         module = getattr(gm, call.score_mod.target)

@@ -36,20 +36,24 @@ _OUT_DTYPE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 def rewrite(build: Builder, own: Options) -> None:
     """Rewrite the casts of a joint graph in place; running it again changes nothing."""
-    if own.enabled(NAME):
-        trips = _RoundTrips(build)
-        for node in list(build.graph.nodes):
-            if cast_of(node) is not None and node.users:
-                trips.shorten(node)
-        # From the end: a slice of a slice first.
-        for node in reversed(list(build.graph.nodes)):
-            if cast_of(node) is not None and node.users:
-                _cast_fewer(build, node)
-    if own.enabled(MATMULS) and not inductor_config.emulate_precision_casts:
-        backward = after_tangents(build.graph)
-        for node in list(build.graph.nodes):
-            if cast_of(node) is not None and node.users and dtype_of(node) is torch.float32:
-                _widen_matmul(build, node, backward)
+    trips = _RoundTrips(build)
+    for node in list(build.graph.nodes):
+        if cast_of(node) is not None and node.users:
+            trips.shorten(node)
+    # From the end: a slice of a slice first.
+    for node in reversed(list(build.graph.nodes)):
+        if cast_of(node) is not None and node.users:
+            _cast_fewer(build, node)
+
+
+def widen_matmuls(build: Builder, own: Options) -> None:
+    """Let half-precision matmuls of a joint graph write fp32, in place, where their result is cast to it and returned."""
+    if inductor_config.emulate_precision_casts:
+        return
+    backward = after_tangents(build.graph)
+    for node in list(build.graph.nodes):
+        if cast_of(node) is not None and node.users and dtype_of(node) is torch.float32:
+            _widen_matmul(build, node, backward)
 
 
 class _RoundTrips:

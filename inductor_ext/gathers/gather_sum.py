@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ..core.kernel_op import KernelOp, runs_anywhere
 from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import lowerings, ops
 from .row_sums import accumulator
+from .row_sums import gather_sum as op
 
 #: Up to this many rows are added without a loop.
 MOST_UNROLLED = 16
@@ -46,3 +48,6 @@ def lower(values: Any, places: Any, rows: Any, times: Any, strided: bool) -> Any
         return result
 
     return inductor_ir.Pointwise.create(inner_fn=total, ranges=[rows, *rest], **common)
+
+
+KERNEL = KernelOp("gather_sum", "scatter-adds that are sums of k gathered rows", op, lower, runs_anywhere)

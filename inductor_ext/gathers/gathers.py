@@ -65,8 +65,6 @@ class _Region:
 
 def rewrite(build: Builder, own: Options) -> None:
     """Turn, in place, the order of every gather that reads a large tensor several times over."""
-    if not own.enabled(NAME):
-        return
     backward = after_tangents(build.graph)
     for node in list(build.graph.nodes):
         region = _match(node)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.kernel_op import KernelOp, runs_anywhere
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.ir import contiguous_strides, store_at
 from ..torch_api.lowering import empty_strided, ops
+from .row_sums import place_rows as op
 
 
 def lower(values: Any, places: Any) -> Any:
@@ -26,3 +28,6 @@ def lower(values: Any, places: Any) -> Any:
 
     out = empty_strided(size, contiguous_strides(size), dtype=dtype, device=device)
     return store_at(out, values.make_loader(), size, at)
+
+
+KERNEL = KernelOp("place_rows", "scatters by a permutation, as plain stores", op, lower, runs_anywhere)

@@ -53,8 +53,6 @@ _Found = tuple[Node, str, str]
 
 def rewrite(build: Builder, own: Options) -> None:
     """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
-    if not own.enabled(NAME):
-        return
     rewriter = _Rewriter(build, own.deterministic)
     for node in list(build.graph.nodes):
         found = match(node) or rewriter.by_places(node)

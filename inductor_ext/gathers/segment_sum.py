@@ -11,12 +11,14 @@ from typing import Any
 import sympy
 import torch
 
+from ..core.kernel_op import KernelOp
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, full, realize
 from ..torch_api.lowering import empty_strided
 from ..torch_api.sizes import CeilDiv, known_at_most
 from ..torch_api.template import SymbolicGridFn, make_template
 from .row_sums import accumulator
+from .row_sums import segment_sum as op
 
 aten = torch.ops.aten
 
@@ -83,3 +85,6 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         num_warps=4,
     )
     return out
+
+
+KERNEL = KernelOp("segment_sum", "scatter-adds by a sorted index: the rows of each segment added in order", op, lower)

@@ -14,15 +14,15 @@ import sympy
 import torch
 
 from ..core import kernels
+from ..core.kernel_op import KernelOp, needs_triton
 from ..core.report import record, user_line
 from ..core.templates import load, run
-from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.ir import contiguous_strides, full, node_layout, realize, require_contiguous
-from ..torch_api.lowering import V, empty, empty_strided, fallback
+from ..torch_api.lowering import V, empty, empty_strided
 from ..torch_api.sizes import Mod
 from ..torch_api.template import SymbolicGridFn, make_template
 from .configs import backward_configs, forward_configs
-from .tiles_op import mlstm_tiles, mlstm_tiles_backward
+from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tiles_backward
 
 NAME = "mlstm"
 #: The path of a decision for the op's own code.
@@ -46,11 +46,12 @@ _forward = make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/ml
 _backward = make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
 
 
-def why_not(query: Any, value: Any) -> str | None:
-    """Why these operands cannot go to the templates, or None where they can."""
-    device, dtype = query.get_device(), query.get_dtype()
-    if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
-        return f"device {device.type!r} has no kernel"
+def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
+    """Why operands cannot go to the templates, or None where they can."""
+    dtype = query.get_dtype()
+    reason = needs_triton(query)
+    if reason is not None:
+        return reason
     if dtype not in kernels.SUPPORTED_DTYPES:
         return f"dtype {dtype}"
     widest, widths = WIDEST[dtype.itemsize], [V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value)]
@@ -93,35 +94,18 @@ def _none(device: torch.device) -> Any:
     return empty(0, device=device)
 
 
-def lower_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    log_weight: Any,
-    log_max: Any,
-    floor: Any,
-    norm_weight: Any,
-    norm_bias: Any,
-    norm: bool,
-    eps: float,
-    norm_eps: float,
-    scale: float,
-) -> Any:
-    """The replacement of the op; its operands and results are those of ``ops.mlstm_tiles.mlstm_tiles``."""
-    where, reason = user_line(V.graph.current_node), why_not(query, value)
-    if reason is not None:
-        record(NAME, "mlstm", BLOCKS, reason, where)
-        operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
-        return fallback(mlstm_tiles)(*operands)
-    device = query.get_device()
-    rows = [require_contiguous(x) for x in (log_weight, log_max, floor)]
-    affine = [_none(device) if x is None else require_contiguous(x) for x in (norm_weight, norm_bias)]
-    query, key, value, *rows_and_affine = realize([query, key, value, *rows, *affine])
+def lower_forward(*operands: Any) -> Any:
+    """The replacement of ``mlstm_tiles``; its results are that op's."""
+    given = ForwardOperands(*operands)
+    device = given.query.get_device()
+    rows = [require_contiguous(x) for x in (given.log_weight, given.log_max, given.floor)]
+    affine = [_none(device) if x is None else require_contiguous(x) for x in (given.norm_weight, given.norm_bias)]
+    query, key, value, *rows_and_affine = realize([*given[:3], *rows, *affine])
     layout = node_layout(0)
-    plain = norm_weight is None and norm_bias is None
+    plain = given.norm_weight is None and given.norm_bias is None
     normalised = empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
     row_sum, rstd = _row_numbers(query), _row_numbers(query)
-    if not norm:
+    if not given.norm:
         rstd = full(list(query.get_size()[:3]), 1, torch.float32, device)
     written = [normalised, row_sum, rstd]
     out = run(
@@ -131,38 +115,22 @@ def lower_forward(
         written,
         layout,
         _grid_sizes(query),
-        NORM=norm,
-        WEIGHT=norm_weight is not None,
-        BIAS=norm_bias is not None,
-        EPS=eps,
-        NORM_EPS=norm_eps,
-        **_options(query, value, scale),
+        NORM=given.norm,
+        WEIGHT=given.norm_weight is not None,
+        BIAS=given.norm_bias is not None,
+        EPS=given.eps,
+        NORM_EPS=given.norm_eps,
+        **_options(query, value, given.scale),
     )
-    record(NAME, "mlstm", "mlstm_forward.py.jinja", f"query {tuple(query.get_size())}", where)
+    record(NAME, "mlstm", "mlstm_forward.py.jinja", f"query {tuple(query.get_size())}", user_line(V.graph.current_node))
     return out, *written
 
 
-def lower_backward(
-    query: Any,
-    key: Any,
-    value: Any,
-    grad: Any,
-    log_weight: Any,
-    log_row: Any,
-    term: Any,
-    place: Any,
-    through_max: Any,
-    scale: float,
-    has_max_term: bool,
-) -> Any:
-    """The replacement of the op; its operands and results are those of ``ops.mlstm_tiles.mlstm_tiles_backward``."""
-    where, reason = user_line(V.graph.current_node), why_not(query, value)
-    if reason is not None:
-        record(NAME, "mlstm_backward", BLOCKS, reason, where)
-        operands = (query, key, value, grad, log_weight, log_row, term, place, through_max, scale, has_max_term)
-        return fallback(mlstm_tiles_backward)(*operands)
-    rows = [require_contiguous(x) for x in (log_weight, log_row, term, place, through_max)]
-    query, key, value, grad, *rows = realize([query, key, value, grad, *rows])
+def lower_backward(*operands: Any) -> Any:
+    """The replacement of ``mlstm_tiles_backward``; its results are that op's."""
+    given = BackwardOperands(*operands)
+    rows = [require_contiguous(x) for x in given[4:9]]
+    query, key, value, grad, *rows = realize([*given[:4], *rows])
     written = [_empty(node_layout(0)), _empty(node_layout(2)), _row_numbers(query), _row_numbers(query)]
     grad_key = run(
         _backward,
@@ -171,9 +139,14 @@ def lower_backward(
         written,
         node_layout(1),
         _grid_sizes(query),
-        HAS_MAX_TERM=has_max_term,
-        **_options(query, value, scale),
+        HAS_MAX_TERM=given.has_max_term,
+        **_options(query, value, given.scale),
     )
     grad_query, grad_value, of_rows, of_columns = written
-    record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", "two passes, no atomics", where)
+    record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", "two passes, no atomics", user_line(V.graph.current_node))
     return grad_query, grad_key, grad_value, of_rows, of_columns
+
+
+_WHAT = "what is quadratic in the length of the op mlstm: fused kernels"
+FORWARD = KernelOp(NAME, _WHAT, mlstm_tiles, lower_forward, unsupported, BLOCKS)
+BACKWARD = KernelOp(NAME, _WHAT, mlstm_tiles_backward, lower_backward, unsupported, BLOCKS)

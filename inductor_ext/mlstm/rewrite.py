@@ -26,8 +26,6 @@ _AUTOCAST = "_enter_autocast"
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Replace, in place, every mLSTM in plain form by the op."""
-    if not own.enabled(NAME):
-        return
     changed = False
     for node in list(gm.graph.nodes):
         if op(node) not in ("matmul", "div") or not is_tensor(node):

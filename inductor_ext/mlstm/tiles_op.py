@@ -6,8 +6,44 @@ loops over tiles of these same functions on a CPU (``mlstm/cpu.py``).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class ForwardOperands(NamedTuple):
+    """The operands of ``mlstm_tiles``, in its order."""
+
+    query: Any
+    key: Any
+    value: Any
+    log_weight: Any
+    log_max: Any
+    floor: Any
+    norm_weight: Any
+    norm_bias: Any
+    norm: bool
+    eps: float
+    norm_eps: float
+    scale: float
+
+
+class BackwardOperands(NamedTuple):
+    """The operands of ``mlstm_tiles_backward``, in its order."""
+
+    query: Any
+    key: Any
+    value: Any
+    grad: Any
+    log_weight: Any
+    log_row: Any
+    term: Any
+    place: Any
+    through_max: Any
+    scale: float
+    has_max_term: bool
+
 
 #: Rows of a block: eager memory is O(BLOCK * S) a head.
 BLOCK = 128
@@ -118,24 +154,12 @@ def mlstm_tiles(
 
 
 @mlstm_tiles.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_weight: Tensor,
-    log_max: Tensor,
-    floor: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    norm: bool,
-    eps: float,
-    norm_eps: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out = rows_like(query, value.shape[-1])
-    affine = norm_weight is not None or norm_bias is not None
+def _(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = ForwardOperands(*operands)
+    out = rows_like(given.query, given.value.shape[-1])
+    affine = given.norm_weight is not None or given.norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
-    row = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    row = given.query.new_empty(given.query.shape[:3], dtype=wide(given.query.dtype))
     return out, normalised, row, torch.empty_like(row)
 
 

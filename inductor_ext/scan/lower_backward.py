@@ -1,4 +1,4 @@
-"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``; on CPU tensors the op's loop runs."""
+"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``; elsewhere the op's loop runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..core.kernel_op import KernelOp
 from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
-from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.ir import node_layout, realize
-from ..torch_api.lowering import empty_strided, fallback
+from ..torch_api.lowering import empty_strided
 from ..torch_api.template import make_template
 from .lower_linear import grid
 from .scan_backward import scan_backward
@@ -45,10 +45,8 @@ def lower(
     driven: Sequence[int],
     reverse: bool,
 ) -> Any:
-    """The replacement of the op; its operands and results are those of ``ops.scan_backward.scan_backward``."""
+    """The replacement of the op; its operands and results are those of ``scan.scan_backward.scan_backward``."""
     device = xs[0].get_device()
-    if device.type == "cpu" and not uses_triton_on_cpu():
-        return fallback(scan_backward)(ys, xs, grads, given, source, reached, carried, driven, reverse)
     inputs = realize([*ys, *xs, *grads])
     layouts = [node_layout(i) for i in range(len(xs))]
     stored = [empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
@@ -71,3 +69,6 @@ def lower(
         DRIVEN=bits(driven),
     )
     return [*stored, last]
+
+
+KERNEL = KernelOp("scan_backward", "gradients of scans whose leaves interact, backwards in time", scan_backward, lower)

@@ -1,4 +1,4 @@
-"""Lowering of ``gradfuse::scan_forward`` onto ``scan_forward.py.jinja``; on CPU tensors the op's loop runs."""
+"""Lowering of ``gradfuse::scan_forward`` onto ``scan_forward.py.jinja``; elsewhere the op's loop runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..core.kernel_op import KernelOp
 from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
-from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.ir import node_layout, realize
-from ..torch_api.lowering import V, empty_strided, fallback
+from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import make_template
 from .lower_linear import grid
 from .scan_forward import computed_in, scan_forward
@@ -27,13 +27,11 @@ def _tile(leaves: int) -> dict[str, Any]:
 
 
 def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, reverse: bool) -> Any:
-    """The replacement of the op; its operands and results are those of ``ops.scan_forward.scan_forward``.
+    """The replacement of the op; its operands and results are those of ``scan.scan_forward.scan_forward``.
 
     A result that nothing uses is not stored (None here); into the last one that is used, Inductor may fuse what uses it.
     """
     device = xs[0].get_device()
-    if device.type == "cpu" and not uses_triton_on_cpu():
-        return fallback(scan_forward)(xs, source, shape, dim, reverse)
     inputs = realize(xs)
     layouts = [node_layout(i) for i in range(len(xs))]
     *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
@@ -65,3 +63,6 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, revers
 def _tile_dtype(kind: torch.dtype) -> str:
     """Conditions are scanned as numbers."""
     return "tl.int32" if kind is torch.bool else str(kind).replace("torch", "tl")
+
+
+KERNEL = KernelOp("scan_forward", "scans of any combine_fn over many channels", scan_forward, lower)

@@ -1,4 +1,4 @@
-"""Lowering of ``gradfuse::linear_scan`` onto ``linear_scan.py.jinja``; on CPU tensors the op's loop runs."""
+"""Lowering of ``gradfuse::linear_scan`` onto ``linear_scan.py.jinja``; elsewhere the op's loop runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from ..core.kernel_op import KernelOp
 from ..core.templates import load, run
-from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.ir import node_layout, realize
-from ..torch_api.lowering import fallback
 from ..torch_api.sizes import hint
 from ..torch_api.template import SymbolicGridFn, make_template
 from .linear_scan import accumulator, linear_scan
@@ -44,9 +43,7 @@ def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
 
 
 def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
-    """The replacement of the op; its operands and result are those of ``ops.linear_scan.linear_scan``."""
-    if inputs.get_device().type == "cpu" and not uses_triton_on_cpu():
-        return fallback(linear_scan)(coefficients, inputs, shape, dim, reverse, dtype)
+    """The replacement of the op; its operands and result are those of ``scan.linear_scan.linear_scan``."""
     operands = [x for x in realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
     options = {
@@ -59,3 +56,6 @@ def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, revers
     }
     tile = _choose(sizes, max(x.get_dtype().itemsize for x in operands))
     return run(_template, [tile], operands, [], node_layout(), [sizes[0], sizes[2]], **options)
+
+
+KERNEL = KernelOp("linear_scan", "gated recurrences and the gradients of scans, one kernel each way", linear_scan, lower)

@@ -24,8 +24,6 @@ NAME = "scans"
 
 def rewrite(gm: GraphModule, own: Options) -> None:
     """Replace, in place, every pointwise associative_scan by ``ops.scan.scan``."""
-    if not own.enabled(NAME):
-        return
     for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
         node.target = scan
         _turn(node)

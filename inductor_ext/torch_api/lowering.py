@@ -26,7 +26,12 @@ def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:
 
 def fallback(op: Any) -> Callable[..., Any]:
     """The lowering that calls a custom op's own code."""
-    return fallback_handler(op._opoverload, add_to_fallback_set=False)
+    return fallback_handler(overload(op), add_to_fallback_set=False)
+
+
+def overload(op: Any) -> Any:
+    """A custom op as a node of a graph has it."""
+    return op._opoverload
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from inductor_ext import passes
 from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from inductor_ext.scan import rewrite as scans
@@ -98,7 +99,8 @@ def test_captured_tensors_go_along():
 
 def test_can_be_disabled():
     gm = dynamo_graph()
-    scans.rewrite(gm, Options(disable=frozenset(["scans"])))
+    (each,) = (p for p in passes.ORDER if p.name == "scans")
+    each(gm, Options(disable=frozenset(["scans"])))
     assert gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
 
 
