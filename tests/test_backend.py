@@ -154,6 +154,7 @@ def test_deterministic_without_captures():
     assert torch.equal(first, second)
 
 
+@pytest.mark.breadth(0)
 def test_explain_prints_each_decision(caplog):
     query, bias = inputs()
     with caplog.at_level(logging.INFO, logger="gradfuse"):
@@ -188,6 +189,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.breadth(0)
 def test_caches_never_mix_the_backends(tmp_path):
     """inductor, gradfuse, inductor in one process and in a second one that shares the cache directory."""
     script = tmp_path / "script.py"
@@ -207,6 +209,7 @@ def test_caches_never_mix_the_backends(tmp_path):
     assert [int(hits) > 0 for _, hits in second] == [True, True]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("first", ["", "import inductor_ext"], ids=["entry point alone", "imported first"])
 def test_found_by_name(first):
     script = f"{first}\nimport torch\nprint(torch.compile(lambda x: x + 1, backend='gradfuse')(torch.ones(2)).tolist())"

@@ -14,7 +14,7 @@ TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-nod
 SLOW = {"fsdp2", "mlstm_block"}
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "script", [pytest.param(s, marks=pytest.mark.slow if s.stem in SLOW else (), id=s.stem) for s in SCRIPTS]
 )

@@ -159,6 +159,7 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     assert all("f32" in add for add in adds)
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
 def test_sorted_segments_build_without_spills(arch, tmp_path):
     for number, (source, num_warps) in enumerate(segment_kernels()):
@@ -207,7 +208,7 @@ MLSTM_SPILLS = {
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "width, dtype, arch",
     builds(

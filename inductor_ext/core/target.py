@@ -38,6 +38,9 @@ class Target:
         if device.type != "cuda":
             interpreted = device.type == "cpu" and uses_triton_on_cpu()
             return cls("none", 90, _SHARED_MEMORY_OF_HOPPER, math.inf, tma=False, triton=interpreted)
+        if not torch.cuda.is_available():
+            # Fake tensors of a GPU that is not here, as tests of graphs have them.
+            return cls("nvidia", 90, _SHARED_MEMORY_OF_HOPPER, math.inf, tma=False, triton=True)
         properties = torch.cuda.get_device_properties(device)
         vendor = "amd" if torch.version.hip else "nvidia"
         shared_memory = getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY_OF_HOPPER)

@@ -15,7 +15,7 @@ from .cases import BIASES, FEATURES, REFUSED
 CASES = {case.name: case for case in FEATURES + BIASES + REFUSED}
 
 
-@pytest.mark.breadth(15)
+@pytest.mark.breadth(8)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_match_float64(name):
     with eager_graphs():
@@ -26,7 +26,7 @@ def test_graphs_match_float64(name):
 COMPILED = ["one_query_one_key", "odd_length", "gqa", "bfloat16", "pair_batch"]
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", COMPILED + [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in COMPILED])
 def test_matches_float64(name):
     CASES[name].check("cpu")

@@ -23,7 +23,7 @@ def cases(names=None, slow=()):
     return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
 
 
-@pytest.mark.breadth(12)
+@pytest.mark.breadth(6)
 @pytest.mark.parametrize("case", cases(slow=SLOW))
 def test_matches_float64(case):
     with triton_on_cpu():
@@ -63,7 +63,7 @@ IN_ORDER |= {"thrice", "constant_and_variable_index", "diagonals_merged", "windo
 IN_ORDER |= {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "case",
     cases(

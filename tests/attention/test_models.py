@@ -103,7 +103,7 @@ def check_model(model, x, **options):
     assert max(errors.values()) < 2e-5, errors
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES], indirect=True)
 def test_layers_whose_captures_share_their_names(device):
     check_model(Stack(shared=False).to(device), torch.randn(2, LENGTH, WIDTH, device=device))

@@ -152,7 +152,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes with gloo on the CPU")
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes(how):

@@ -139,6 +139,7 @@ FORK = textwrap.dedent(
 )
 
 
+@pytest.mark.breadth(0)
 def test_fork_after_compiling():
     """A child (a data loader, an evaluation) calls what its parent compiled and compiles something of its own.
 

@@ -25,7 +25,7 @@ def test_the_model(device):
     models.check_step(model, compiled(model), *(x.to(device) for x in models.data()))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_the_model_in_half_precision(device):
     model = models.make().to(device, torch.bfloat16)
     batches = [tuple(x.to(device) for x in models.data(seed)) for seed in range(8)]
@@ -143,7 +143,7 @@ def test_incoming_gradients_of_any_layout(device):
         small.check_same(small.step(function, layer, x, order, grad), small.exact(layer, x, order, grad))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_frozen_then_unfrozen_parameters(device, alike):
     """Finding G2: after a step with frozen parameters their gradient was wrong on CUDA, with torch 2.11.
 

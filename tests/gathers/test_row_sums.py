@@ -96,7 +96,7 @@ def test_segment_sum_of_strided_values(device):
         assert relative_error(got, exact) < 1e-5
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("times", [1, 3, 8, 40])

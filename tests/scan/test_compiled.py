@@ -84,7 +84,7 @@ def check(combine, xs, ys, used, bound=1e-5):
 QUICK = {"gated", "matrix_product", "log_space", "segmented", "largest_and_where"}
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "combine",
     [pytest.param(c, id=c.__name__, marks=[] if c.__name__ in QUICK else [pytest.mark.slow]) for c in COMBINES],
@@ -120,7 +120,7 @@ def test_a_captured_number_of_one_sequence(device, reverse):
         assert relative_error(mine, right) < 1e-6
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("combine", [gated, total], ids=lambda f: f.__name__)
 def test_dynamic_lengths(combine, device):
     run = compiled(combine, dynamic=True)

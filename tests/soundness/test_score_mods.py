@@ -247,7 +247,7 @@ CASES = [
 ]
 
 
-@pytest.mark.breadth(8)
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_graphs_match_float64(case):
     with eager_graphs():
