@@ -21,8 +21,8 @@ class CacheKey(CustomGraphPass):
     as it does under stock Inductor).
     """
 
-    def __init__(self, own: Options, users: list[Any]) -> None:
-        self.own = own
+    def __init__(self, options: Options, users: list[Any]) -> None:
+        self.options = options
         self.users = users
 
     def __call__(self, graph: Graph) -> None:
@@ -33,8 +33,8 @@ class CacheKey(CustomGraphPass):
     def uuid(self) -> Any:
         """The part of the cache key that is ours; None where one of the user's passes has none."""
         source, templates = source_hash(Path(__file__).parent), source_hash(TEMPLATE_DIR)
-        options = f"{self.own.deterministic},{self.own.strict},{sorted(self.own.disable)}"
-        parts = ["gradfuse", source, templates, options, f"donated {donated_buffers()}"]
+        flags = f"{self.options.deterministic},{self.options.strict},{sorted(self.options.disable)}"
+        parts = ["gradfuse", source, templates, flags, f"donated {donated_buffers()}"]
         for user_pass in self.users:
             uuid = getattr(user_pass, "uuid", lambda: None)()
             if uuid is None:

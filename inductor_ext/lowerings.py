@@ -67,11 +67,11 @@ KERNELS: tuple[KernelOp, ...] = (
 )
 
 
-def table(own: Options) -> dict[Any, Callable[..., Any]]:
-    """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``own`` enables them."""
+def table(options: Options) -> dict[Any, Callable[..., Any]]:
+    """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``options`` enable them."""
     return {
-        **{each.op: each.lower(own, lowerings[each.op]) for each in REPLACED if own.enabled(each.name)},
-        **{each.overload: each.lowering(own) for each in KERNELS},
+        **{each.op: each.lower(options, lowerings[each.op]) for each in REPLACED if options.enabled(each.name)},
+        **{each.overload: each.lowering(options) for each in KERNELS},
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.stored.default: stored,
     }

@@ -34,73 +34,73 @@ ORDER: tuple[Pass, ...] = (
         "score_mods",
         "dynamo",
         "rewrite of score_mods that stock refuses (0-d captures, nested indexing, unused captures, ...)",
-        lambda gm, own: canonical.rewrite(gm, own),
+        lambda gm, options: canonical.rewrite(gm, options),
     ),
     Pass(
         "hoisting",
         "dynamo",
         "expressions of a score_mod that depend on less than a (query, key) pair, computed once as tables",
-        lambda gm, own: hoisting.rewrite(gm, own),
+        lambda gm, options: hoisting.rewrite(gm, options),
     ),
     Pass(
         "scans",
         "dynamo",
         "associative_scan in pointwise mode: a gradient that is right, in one pass back through time",
-        lambda gm, own: scans.rewrite(gm, own),
+        lambda gm, options: scans.rewrite(gm, options),
     ),
     Pass(
         "mlstm_pattern",
         "dynamo",
         "mLSTM in plain PyTorch, recognised and replaced by the op mlstm",
-        lambda gm, own: mlstm.rewrite(gm, own),
+        lambda gm, options: mlstm.rewrite(gm, options),
     ),
     Pass(
         "scatters",
         "joint",
         "scatter-adds (gradients of gathers): fp32 sums rounded once, no atomics where provable or slower",
-        lambda build, own: scatters.rewrite(build, own),
+        lambda build, options: scatters.rewrite(build, options),
     ),
     Pass(
         "gathers",
         "joint",
         "gathers that read a large tensor several times over: each row read once and stored wherever it goes",
-        lambda build, own: gathers.rewrite(build, own),
+        lambda build, options: gathers.rewrite(build, options),
     ),
     Pass(
         "casts",
         "joint",
         "round trips of casts (bf16 -> f32 -> bf16) through ops that only move values, removed",
-        lambda build, own: casts.rewrite(build, own),
+        lambda build, options: casts.rewrite(build, options),
     ),
     Pass(
         "out_dtype",
         "joint",
         "half-precision matmuls whose result is cast to fp32 and returned (weight gradients): fp32 output",
-        lambda build, own: casts.widen_matmuls(build, own),
+        lambda build, options: casts.widen_matmuls(build, options),
     ),
     Pass(
         "dense_attention",
         "post_aot",
         "flex_attention on CPU tensors as blocked dense math, which trains",
-        lambda gm, own: dense_attention.rewrite(gm, own),
+        lambda gm, options: dense_attention.rewrite(gm, options),
     ),
     Pass(
         "mlstm",
         "post_aot",
         "what is quadratic in the length of the op mlstm: fused kernels, and blocked dense math on a CPU",
-        lambda gm, own: dense_mlstm.rewrite(gm, own),
+        lambda gm, options: dense_mlstm.rewrite(gm, options),
     ),
 )
 
 
-def run(stage: str, gm: GraphModule, own: Options, dump: Dump) -> None:
+def run(stage: str, gm: GraphModule, options: Options, dump: Dump) -> None:
     """Run the passes of a stage, in place, on ``gm`` and on every graph in it."""
     dump.graph(gm, stage)
     for module in graphs_in(gm):
         with _target(stage, module) as target:
             for each in ORDER:
                 if each.stage == stage and target is not None:
-                    each(target, own)
+                    each(target, options)
                     dump.graph(gm, f"{stage}_{each.name}")
         if module is not gm:
             module.recompile()

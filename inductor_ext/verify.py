@@ -53,7 +53,7 @@ class _Wrong:
         return f"{self.name} has a relative error of {self.error:.1e} (the eager graph: {self.eager:.1e})"
 
 
-def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, own: Options) -> Callable[..., Any]:
+def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, options: Options) -> Callable[..., Any]:
     """``compiled``, whose first call is compared with ``original``. Raises VerificationError from that call."""
     pending = [True]
 
@@ -61,13 +61,13 @@ def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compi
     def run(*inputs: Any) -> Any:
         if pending:
             pending.clear()
-            torch.compiler.disable(_check)(original, compiled, compile_, own, inputs)
+            torch.compiler.disable(_check)(original, compiled, compile_, options, inputs)
         return compiled(*inputs)
 
     return run
 
 
-def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, own: Options, inputs: Any) -> None:
+def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, options: Options, inputs: Any) -> None:
     names = [readable(str(node.target)) for node in original.graph.find_nodes(op="placeholder")]
     with progress("gradfuse: verifying a graph", "run", total=3) as bar:
 
@@ -84,8 +84,8 @@ def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compil
         record("verify", "graph", "checked", f"{len(exact)} outputs, gradients and changed inputs agree")
         return
     guilty = []
-    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(own.enabled, NAMES))):
-        without = replace(own, disable=own.disable | {name}, verify=False)
+    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(options.enabled, NAMES))):
+        without = replace(options, disable=options.disable | {name}, verify=False)
         # What cannot be compiled without a pass says nothing of it.
         with contextlib.suppress(Exception):
             again = _step(compile_(original, inputs, without), inputs, names)

@@ -58,7 +58,7 @@ _SOURCE = load("attention/flex_backward", "attention/flex_tables", "attention/ki
 _template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
-def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
 
     def flex_attention_backward(*args: Any) -> Any:
@@ -72,10 +72,10 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             except NotUnderstood as error:
                 reason, where = str(error), user_line(error.node) or where
         if joint is None:
-            leave_to_stock(own.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
+            leave_to_stock(options.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
             return stock(*args)
         try:
-            return _lower(own, joint, call)
+            return _lower(options, joint, call)
         except NotInOrder:
             raise RuntimeError(
                 "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
@@ -86,7 +86,7 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     return flex_attention_backward
 
 
-def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     node = V.graph.current_node
     if call.grad_out is None:
         size = [*call.query.get_size()[:3], call.value.get_size()[-1]]
@@ -107,25 +107,25 @@ def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, An
         device,
         call.captured,
         tables,
-        tma_allowed=_tma_allowed(own, device, call.kernel_options),
-        in_order=own.deterministic,
+        tma_allowed=_tma_allowed(options, device, call.kernel_options),
+        in_order=options.deterministic,
     )
-    one_pass = _one_pass(own, call, captured)
+    one_pass = _one_pass(options, call, captured)
     grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
     full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(call.mask, device)
     inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
     inputs += [call.mask.kv_num_blocks, call.mask.kv_indices, call.mask.q_num_blocks, call.mask.q_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks]
 
-    options = common.template_options(call)
-    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
-    options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
-    options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
-    options.update(tables.options())
-    options["ONE_PASS"] = one_pass
-    options["TMA_ADDS"] = one_pass and Target.of(device).tma and options["QK_HEAD_DIM"] % 4 == 0
+    template_options = common.template_options(call)
+    template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
+    template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
+    template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
+    template_options.update(tables.options())
+    template_options["ONE_PASS"] = one_pass
+    template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and template_options["QK_HEAD_DIM"] % 4 == 0
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
-    tilings = _tilings(call, options, captured)
+    tilings = _tilings(call, template_options, captured)
     captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
     for tiled in tilings:
@@ -180,19 +180,19 @@ def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
     return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)
 
 
-def _tilings(call: BackwardCall, options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
+def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
     """The template's options with each choice of tiles: one, or stock's list under max-autotune."""
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
-    _, configs = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         form = {
-            "head_dim": options["QK_HEAD_DIM_ROUNDED"],
-            "one_pass": options["ONE_PASS"],
-            "mask_mod": not options["TRIVIAL_MASK_MOD"],
+            "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
+            "one_pass": template_options["ONE_PASS"],
+            "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
-    return list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
+    return list(common.tile_choices(template_options, "bwd", configs, tiles, captured.tallest_tile))
 
 
 def _delta(call: BackwardCall) -> Any:
@@ -231,9 +231,9 @@ WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
 
 
-def _one_pass(own: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
+def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
     """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
-    if own.deterministic:
+    if options.deterministic:
         return False
     wanted = call.kernel_options.get("bwd_ONE_PASS", call.kernel_options.get("ONE_PASS"))
     if wanted is not None:
@@ -245,7 +245,7 @@ def _one_pass(own: Options, call: BackwardCall, captured: CapturedGradients) -> 
     return half and fits and suits and Target.of(call.query.get_device()).family != "ampere"
 
 
-def _tma_allowed(own: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
+def _tma_allowed(options: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
     """Whether whole tiles may be added in memory by TMA: not where the user asks for tiles taller than a strip."""
     short = all(size <= STRIP_ROWS for name, size in kernel_options.items() if name.endswith(("BLOCK_M1", "BLOCK_M2")))
-    return Target.of(device).tma and not own.deterministic and short
+    return Target.of(device).tma and not options.deterministic and short

@@ -35,14 +35,14 @@ from .score_mod import ScoreMod
 NAME = "score_mods"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Rewrite, in place, every flex_attention of a Dynamo graph."""
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
-        _rewrite_node(gm, node, own)
+        _rewrite_node(gm, node, options)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     captured = list(call.captured)
     module = getattr(gm, call.score_mod.target)
@@ -66,7 +66,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
             new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     except Impure as error:
         why = f"the score_mod is left as it is: {error}"
-        leave_to_stock(own.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
+        leave_to_stock(options.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
 
     kernel_options = dict(call.kernel_options)
     if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([call.query, call.key, call.value, *captured]):

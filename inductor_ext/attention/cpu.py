@@ -29,17 +29,17 @@ from .score_mod import ScoreMod
 NAME = "dense_attention"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, every flex_attention for training on CPU tensors, forward or backward."""
     if uses_triton_on_cpu():
         return
     for op, expand in ((flex_attention_hop, _expand_forward), (flex_attention_backward_hop, _expand_backward)):
         for node in gm.graph.find_nodes(op="call_function", target=op):
             if node.args[0].meta["val"].device.type == "cpu":
-                expand(gm, node, own)
+                expand(gm, node, options)
 
 
-def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
+def _expand_forward(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     if not call.kernel_options.get("OUTPUT_LOGSUMEXP") and not call.kernel_options.get("OUTPUT_MAX"):
         record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", user_line(node))
@@ -61,7 +61,7 @@ def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
     record(NAME, "flex_attention", "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} queries", user_line(node))
 
 
-def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
+def _expand_backward(gm: GraphModule, node: Node, options: Options) -> None:
     call = BackwardCall.of(node)
     where = user_line(node)
     try:
@@ -72,7 +72,7 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
             f"gradfuse cannot differentiate this score_mod: {error}, at {line}. Index the captured tensor with one scalar "
             "for each of its dims, or compute the expression outside the score_mod."
         ) from error
-    if own.deterministic and any(joint.captured) and not torch.are_deterministic_algorithms_enabled():
+    if options.deterministic and any(joint.captured) and not torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
             "gradfuse: deterministic gradients of captured tensors on the CPU also need "
             f"torch.use_deterministic_algorithms(True) ({where})."

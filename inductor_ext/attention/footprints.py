@@ -329,8 +329,8 @@ def _footprint(polynomial: sympy.Expr, joined: Footprint, atoms: dict[sympy.Symb
     polynomial = sympy.expand(polynomial)
     symbols = polynomial.free_symbols
     opaque = functools.reduce(Footprint.join, (atoms[s] for s in symbols if s in atoms), NOTHING)
-    own = Footprint(B in symbols, H in symbols, recognise(polynomial))
-    return replace(own.join(opaque), score=joined.score)
+    direct = Footprint(B in symbols, H in symbols, recognise(polynomial))
+    return replace(direct.join(opaque), score=joined.score)
 
 
 def join_all(items: Iterable[Footprint]) -> Footprint:

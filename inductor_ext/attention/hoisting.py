@@ -58,7 +58,7 @@ _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rs
 LARGEST_PAIR_TABLE = 2**22
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Hoist, in place, what can be hoisted out of every score_mod of a Dynamo graph that will need a gradient."""
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         call = ForwardCall.of(node)
@@ -66,11 +66,11 @@ def rewrite(gm: GraphModule, own: Options) -> None:
         trains = needs_grad([call.query, call.key, call.value, *call.captured])
         # What is left of an impure score_mod was reported where it was left as it is.
         if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
-            _rewrite_node(gm, node, own)
+            _rewrite_node(gm, node, options)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     query, captured = call.query, call.captured
     module = getattr(gm, call.score_mod.target)

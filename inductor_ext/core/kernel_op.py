@@ -49,11 +49,11 @@ class KernelOp:
         """The op as a node of a graph has it."""
         return overload(self.op)
 
-    def lowering(self, own: Options) -> Callable[..., Any]:
+    def lowering(self, options: Options) -> Callable[..., Any]:
         """The entry of Inductor's table of lowerings."""
 
         def lowered(*operands: Any) -> Any:
-            reason = self.unsupported(*operands) if own.enabled(self.name) else "disabled"
+            reason = self.unsupported(*operands) if options.enabled(self.name) else "disabled"
             if reason is None:
                 return self.lower(*operands)
             label = self.overload._schema.name.split("::")[1]

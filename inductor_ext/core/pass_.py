@@ -28,11 +28,11 @@ class Pass:
     what: str
     run: Callable[[Any, Options], None]
 
-    def __call__(self, target: GraphModule | Builder, own: Options) -> None:
+    def __call__(self, target: GraphModule | Builder, options: Options) -> None:
         """Rewrite ``target`` if the pass is enabled, and check what came out. Raises a RuntimeError for a broken graph."""
-        if not own.enabled(self.name):
+        if not options.enabled(self.name):
             return
-        self.run(target, own)
+        self.run(target, options)
         target.graph.lint()
         if isinstance(target, GraphModule):
             target.recompile()

@@ -184,8 +184,8 @@ def _is_ours(file: str) -> bool:
 def user_line(node: Any) -> str:
     """``path:line: code`` of the user's innermost line that made an FX node (not torch's, nor our ops'); "" if unknown."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or "")) if node is not None else []
-    own = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
-    if not own:
+    users = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
+    if not users:
         return ""
-    frame = own[-1]
+    frame = users[-1]
     return f"{short_path(frame['file'])}:{frame['line']}: {frame['code'].strip()}"

@@ -100,7 +100,7 @@ class _Sketch:
     mask_captured: tuple[Any, ...]
 
 
-def watch(gm: GraphModule, own: Options, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def watch(gm: GraphModule, options: Options, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Look at a Dynamo graph that is about to be compiled; the result wraps what it was compiled to.
 
     The pictures are recorded at once and get their values from the first call. Does nothing where no report wants pictures.
@@ -108,7 +108,7 @@ def watch(gm: GraphModule, own: Options, number: int) -> Callable[[Callable[...,
     if not pictures_wanted() or not any(_attentions(module) for module in graphs_in(gm)):
         return lambda compiled: compiled
     try:
-        sketches, values = _sketches(copy.deepcopy(gm), replace(own, strict=False), number)
+        sketches, values = _sketches(copy.deepcopy(gm), replace(options, strict=False), number)
     except Exception as error:
         # A picture must not stop what it is a picture of.
         log.info("nothing is drawn of graph %d: %s", number, error)
@@ -138,14 +138,14 @@ def _attentions(gm: GraphModule) -> list[Node]:
 # ---------------------------------------------------------------- before the compilation: terms, and how they are read
 
 
-def _sketches(gm: GraphModule, own: Options, number: int) -> tuple[list[_Sketch], Values]:
+def _sketches(gm: GraphModule, options: Options, number: int) -> tuple[list[_Sketch], Values]:
     """Every attention of a graph, which is changed by the passes that rewrite score_mods."""
     sketches = []
     with unrecorded():
         for module in graphs_in(gm):
-            canonical.rewrite(module, own)
+            canonical.rewrite(module, options)
             made = [(node, _sketch(module, node, number)) for node in _attentions(module)]
-            hoisting.rewrite(module, own)
+            hoisting.rewrite(module, options)
             for node, sketch in made:
                 _describe_reads(module, node, sketch)
                 sketches.append(sketch)

@@ -22,11 +22,11 @@ def split_html(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
     Raises ValueError where ``--html`` comes without a file.
     """
-    own, html = [], None
+    kept, html = [], None
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
-            return [*own, *rest], html
+            return [*kept, *rest], html
         if argument == "--html":
             html = next(rest, None)
             if html is None:
@@ -34,8 +34,8 @@ def split_html(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         elif argument.startswith("--html="):
             html = argument.removeprefix("--html=")
         else:
-            own.append(argument)
-    return own, html
+            kept.append(argument)
+    return kept, html
 
 
 def run(script: str, arguments: Sequence[str] = (), html: str | None = None) -> int:

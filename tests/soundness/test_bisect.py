@@ -18,9 +18,9 @@ SCRIPT = """
 
     rewrite = passes.hoisting.rewrite
 
-    def wrong(gm, own):
-        rewrite(gm, own)
-        for node in gm.graph.find_nodes(op="call_method", target="contiguous") if own.enabled("hoisting") else []:
+    def wrong(gm, options):
+        rewrite(gm, options)
+        for node in gm.graph.find_nodes(op="call_method", target="contiguous") if options.enabled("hoisting") else []:
             with gm.graph.inserting_after(node):
                 doubled = gm.graph.call_function(torch.mul, (node, 2.0))
             node.replace_all_uses_with(doubled, delete_user_cb=lambda user, new=doubled: user is not new)

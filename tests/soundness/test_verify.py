@@ -48,17 +48,17 @@ def test_a_model_that_is_right_passes():
 def test_a_wrong_pass_is_found_and_named():
     rewrite = passes.hoisting.rewrite
 
-    def wrong(gm, own):
-        rewrite(gm, own)
+    def wrong(gm, options):
+        rewrite(gm, options)
         for node in gm.graph.find_nodes(op="call_method", target="contiguous"):
             with gm.graph.inserting_after(node):
                 doubled = gm.graph.call_function(torch.mul, (node, 2.0))
             node.replace_all_uses_with(doubled, delete_user_cb=lambda user, new=doubled: user is not new)
         gm.recompile()
 
-    def only_if_enabled(gm, own):
-        if own.enabled("hoisting"):
-            wrong(gm, own)
+    def only_if_enabled(gm, options):
+        if options.enabled("hoisting"):
+            wrong(gm, options)
 
     with mock.patch.object(passes.hoisting, "rewrite", only_if_enabled), pytest.raises(Exception) as caught:
         step({"verify": True})
