@@ -1,10 +1,10 @@
-"""The backend function: options, the scope of the overrides, and the call of stock ``compile_fx``.
+"""The backend function. It reads the options, sets up the overrides, and calls stock ``compile_fx``.
 
     Dynamo graph -> rewrites -> compile_fx (AOTAutograd -> [rewrites -> our lowerings -> Inductor] per graph)
 
-Our lowerings are in Inductor's table only while one of *our* graphs is lowered (forward, and the backward whenever it is
-compiled), and our version, source and options are part of every cache key, so a model compiled with
-``backend="inductor"`` in the same process or cache directory is untouched.
+Our lowerings are in Inductor's table only while one of *our* graphs is lowered: the forward, and the backward at whatever
+time it is compiled. Our version, source and options are part of every cache key. A model that is compiled with
+``backend="inductor"`` in the same process, or with the same cache directory, is therefore not affected.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ from .torch_api.config import (
 from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
 from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
-#: Functions of ours that passes put into Dynamo's graph: what they do is in the source, which is part of every key.
+#: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
 _FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_cell))
 _numbers = itertools.count()
 
 
 class _OnJointGraph(CacheKey):
-    """Our passes on the joint graph (on the whole graph, in inference), before stock's, after the user's own pass."""
+    """Runs our passes on the joint graph, before stock's passes and after the user's pass.
+
+    In inference there is no joint graph, and they run on the whole graph.
+    """
 
     def __init__(self, options: Options, users: list[Any], dump: Dump) -> None:
         super().__init__(options, users)
@@ -66,7 +69,7 @@ class _OnJointGraph(CacheKey):
 
 
 def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
-    """Inductor's configuration for a compilation of ours."""
+    """Return Inductor's configuration for a compilation of ours."""
     patched = {**patches, **cacheable(dict.fromkeys(_FUNCTIONS, ""), patches)}
     for slot, ours in (
         ("post_grad_custom_pre_pass", CacheKey),
@@ -77,13 +80,13 @@ def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[
     if options.dump is not None:
         patched["fx_graph_cache"] = False
     if options.verify:
-        # So that the compiled graph and the eager one draw the same random numbers.
+        # The compiled graph and the eager one must draw the same random numbers.
         patched["fallback_random"] = True
     return patched
 
 
 def _inner_compile(options: Options, dump: Dump) -> Callable[..., Any]:
-    """Inductor's inner compile of one graph (forward or backward) with our post-AOT passes and lowerings in force."""
+    """Return Inductor's inner compile function of one graph (forward or backward) with our post-AOT passes and lowerings."""
 
     @functools.wraps(config.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -107,7 +110,7 @@ def _inner_compile(options: Options, dump: Dump) -> Callable[..., Any]:
 def _checked(
     mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = None
 ) -> tuple[Options, dict[str, Any]]:
-    """Our options and Inductor's configuration. Raises a RuntimeError for what neither of us knows."""
+    """Return our options and Inductor's configuration. Raises a RuntimeError for an option that neither knows."""
     parsed, inductor_options = split(options)
     return parsed, inductor_patches(mode, inductor_options, dynamic)
 
@@ -115,7 +118,7 @@ def _checked(
 def _compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], number: int
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``options`` enable."""
+    """Compile a Dynamo graph with the passes and lowerings that ``options`` enable. The graph is changed."""
     dump = Dump(options.dump, number)
     first = next(filter(None, map(user_line, gm.graph.nodes)), "")
     with compiling(number, first), without_caches() if options.dump is not None else contextlib.nullcontext():
@@ -143,7 +146,7 @@ def gradfuse(
     parsed, patches = _checked(mode, options, dynamic)
     number = next(_numbers)
     if number >= int(os.environ.get("GRADFUSE_GRAPHS", sys.maxsize)):
-        # ``gradfuse bisect`` leaves the later graphs to stock; the last of the others is the one to show.
+        # ``gradfuse bisect`` leaves the later graphs to stock, and writes out the last graph that is not left to stock.
         return _compile(gm, example_inputs, replace(parsed, disable=frozenset(NAMES)), patches, number)
     target = os.environ.get("GRADFUSE_REPRO")
     if not parsed.verify and target is None:

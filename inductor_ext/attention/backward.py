@@ -1,8 +1,8 @@
 """Lowering of ``flex_attention_backward`` onto ``flex_backward.py.jinja``.
 
-The joint graph of the score_mod is taken apart into the gradient of the score and the contributions to each captured
-gradient; the template gets each contribution's value, offset and bounds as subgraphs of their own, and
-captured_gradients.py says how each is reduced. Captured gradients are accumulated in fp32 and cast once.
+The joint graph of the score_mod is split into the gradient of the score and the contributions to each captured gradient.
+The template gets the value, the offset and the bounds of each contribution as separate subgraphs, and captured.py decides
+how each is reduced. Captured gradients are accumulated in fp32 and cast once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
 def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+    """Return the lowering that replaces Inductor's. It falls back to ``stock``, and then records the reason."""
 
     def flex_attention_backward(*args: Any) -> Any:
         call = BackwardCall(*args)
@@ -78,8 +78,8 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             return _lower(options, joint, call)
         except NotInOrder:
             raise RuntimeError(
-                "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
-                f"score_mod can only be accumulated with atomics ({where}): its index depends on the score. "
+                "gradfuse cannot compute deterministic gradients here: the gradient of a tensor captured by this score_mod "
+                f"can only be accumulated with atomics, because its index depends on the score ({where}). "
                 "Detach the tensor, index it with positions, or compile without deterministic."
             ) from None
 
@@ -157,17 +157,17 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
     if one_pass:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
-    note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
+    note = f"the gradients take {'one pass' if one_pass else 'two passes'}; {captured.note}"
     reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
     return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 
 def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
-    """The layout of dK, and the buffers of dV and dQ.
+    """Return the layout of dK, and the buffers of dV and dQ.
 
-    A batch of 1 in key and value is broadcast: their gradients are computed for each batch element and summed afterwards. In
-    one pass dQ is added up in fp32 memory.
+    If key and value have a batch of 1, they are broadcast, and their gradients are computed for each batch element and
+    summed afterwards. In one pass, dQ is accumulated in fp32 in memory.
     """
     device, dtype = call.query.get_device(), call.query.get_dtype()
     batch = call.query.get_size()[0]
@@ -181,7 +181,7 @@ def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
 
 
 def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
-    """The template's options with each choice of tiles: one, or stock's list under max-autotune."""
+    """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune."""
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
     _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
@@ -196,7 +196,7 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
 
 
 def _delta(call: BackwardCall) -> Any:
-    """rowsum(out ∘ grad_out) in fp32, less the gradient of the logsumexp (which the caller has in base 2)."""
+    """Compute rowsum(out ∘ grad_out) in fp32, minus the gradient of the logsumexp (which the caller has in base 2)."""
     out, grad = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (call.out, call.grad_out))
     delta = lowerings[aten.sum](lowerings[aten.mul](out, grad), axis=-1)
     if call.grad_logsumexp is not None:
@@ -225,14 +225,14 @@ def _grad_score(
     return buffer
 
 
-#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers, and the same with a strip's tiles to
-#: add besides (benchmarks/NOTES.md).
+#: The widest head for which one pass (five matmuls, dQ in memory) is faster than two (seven matmuls, dQ in registers). The
+#: second number holds if tiles are also added to a strip (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
 
 
 def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
-    """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
+    """Return whether dQ is reduced in memory. ``kernel_options={"bwd_ONE_PASS": ...}`` overrides the default."""
     if options.deterministic:
         return False
     wanted = call.kernel_options.get("bwd_ONE_PASS", call.kernel_options.get("ONE_PASS"))
@@ -241,11 +241,11 @@ def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients)
     half = call.query.get_dtype().itemsize == 2
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     fits = V.graph.sizevars.guard_int(call.query.get_size()[-1]) <= widest
-    suits = captured.has_strips or not captured.sums_along_keys
-    return half and fits and suits and Target.of(call.query.get_device()).family != "ampere"
+    worthwhile = captured.has_strips or not captured.sums_along_keys
+    return half and fits and worthwhile and Target.of(call.query.get_device()).family != "ampere"
 
 
 def _tma_allowed(options: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
-    """Whether whole tiles may be added in memory by TMA: not where the user asks for tiles taller than a strip."""
+    """Return whether TMA may add whole tiles in memory. It may not if the user asks for tiles taller than a strip."""
     short = all(size <= STRIP_ROWS for name, size in kernel_options.items() if name.endswith(("BLOCK_M1", "BLOCK_M2")))
     return Target.of(device).tma and not options.deterministic and short

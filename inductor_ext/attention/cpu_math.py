@@ -208,15 +208,15 @@ class DenseAttention:
             key, value = keyed
             q, do, lse, delta, position, row_ok, b, h, *rest = others
             tables, captured, mask_captured = self._named(rest)
-            indices = b, h, position, k
-            raw, visible, scores = self._tile(q, key, indices, row_ok, real, tables, captured, mask_captured)
+            indices_of_tile = b, h, position, k
+            raw, visible, scores = self._tile(q, key, indices_of_tile, row_ok, real, tables, captured, mask_captured)
             lse = torch.where(lse == -math.inf, 0.0, lse)
             probs = torch.exp(scores - lse[..., None])
             dmod = probs * (_group_matmul(do, value.transpose(-2, -1)) - delta[..., None])
-            dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices)
+            dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices_of_tile)
             dscores = torch.where(visible, dscores, 0.0).to(work) * self.scale
-            for owner, place, addend in contributions:
-                sums[slot[owner]] = _accumulate(sums[slot[owner]], place, addend)
+            for owner, indices, addend in contributions:
+                sums[slot[owner]] = _accumulate(sums[slot[owner]], indices, addend)
             dk = keys.add(dk, _group_matmul_transposed(dscores, q, key), k)
             dv = keys.add(dv, _group_matmul_transposed(probs, do, value), k)
             return [dq + _group_matmul(dscores, key), dk, dv, *sums]
@@ -261,21 +261,24 @@ class DenseAttention:
                 addend = addend.sum(reduced, keepdim=True)
                 keep = tuple(slice(0, 1) if axis in reduced else slice(None) for axis in range(4))
                 safe = [i[keep] for i in safe]
-            place = [i.to(torch.int64) for i in safe]
-            contributions.append((owner, place, addend))
+            contributions.append((owner, [i.to(torch.int64) for i in safe], addend))
         return dscores, contributions
 
 
-def _accumulate(table: Tensor, place: list[Tensor], addend: Tensor) -> Tensor:
-    """``table[place] += addend`` for index tensors [B, H, Q, K], any of these dims 1 where already summed."""
+def _accumulate(table: Tensor, indices: list[Tensor], addend: Tensor) -> Tensor:
+    """Return ``table`` after ``table[indices] += addend``.
+
+    The index tensors have the shape [B, H, Q, K]; a dim that is already summed has size 1.
+    """
     addend = addend.to(table.dtype)
     if addend.numel() != 1:
-        # Not index_put(table, ...): Inductor would do that in place, hand the loop its own input back, and then reuse that
-        # buffer as if it were dead.
-        return table + aten.index_put(torch.zeros_like(table), place, addend, True)
-    # One element: Inductor's C++ backend cannot vectorise a scatter to a constant place, so add it as a one-hot.
+        # index_put(table, ...) would be wrong here: Inductor would do it in place, return the input of the loop as its
+        # output, and then reuse that buffer as if nobody read it any more.
+        return table + aten.index_put(torch.zeros_like(table), indices, addend, True)
+    # A single element is added as a one-hot tensor, because Inductor's C++ backend cannot vectorise a scatter to a
+    # constant index.
     one_hot = addend.reshape(())
-    for dim, index in enumerate(place):
+    for dim, index in enumerate(indices):
         hit = torch.arange(table.shape[dim], device=table.device) == index.reshape(())
         one_hot = torch.where(hit.reshape([-1 if d == dim else 1 for d in range(table.dim())]), one_hot, 0.0)
     return table + one_hot

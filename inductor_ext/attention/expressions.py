@@ -28,8 +28,8 @@ def _text(node: Any) -> str:
         return str(node)
     if node.op == "placeholder":
         inputs = node.graph.find_nodes(op="placeholder")
-        place = inputs.index(node)
-        return ("score", "b", "h", "q", "k")[place] if place < 5 else _WRAPPING.sub("", node.name) or node.name
+        number = inputs.index(node)
+        return ("score", "b", "h", "q", "k")[number] if number < 5 else _WRAPPING.sub("", node.name) or node.name
     if node.target is operator.getitem:
         indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return f"{_text(node.args[0])}[{', '.join(map(_text, indices))}]"

@@ -170,8 +170,8 @@ def _backward(report: Report, picture: Picture) -> tuple[tuple[int, str], ...] |
     found = [d for d in decisions if d.where == picture.where and d.path != STOCK]
     if not found:
         return None
-    place = next(i for i, p in enumerate(same) if p is picture)
-    return (found[len(same) - 1 - place] if len(found) == len(same) else found[0]).reductions
+    number = next(i for i, p in enumerate(same) if p is picture)
+    return (found[len(same) - 1 - number] if len(found) == len(same) else found[0]).reductions
 
 
 def schematic(footprint: Footprint) -> torch.Tensor:

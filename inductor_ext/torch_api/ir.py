@@ -45,9 +45,9 @@ def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Cal
     return target
 
 
-def add_in_order(target: Any, place: Any, values: Any) -> Any:
-    """``target[place] += values`` by ATen's sorted index_put, whose order of additions is fixed; ``target`` is changed."""
-    operands = [inductor_ir.ExternKernel.realize_input(x) for x in (place, values)]
+def add_in_order(target: Any, offsets: Any, values: Any) -> Any:
+    """Compute ``target[offsets] += values`` in place, by ATen's sorted index_put, whose order of additions is fixed."""
+    operands = [inductor_ir.ExternKernel.realize_input(x) for x in (offsets, values)]
     inductor_ir.IndexPutFallback(torch.ops.aten.index_put_.default, target, [operands[0]], operands[1], True)
     return target
 

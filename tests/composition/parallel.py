@@ -169,8 +169,8 @@ class OwnExperts(models.Experts):
         """What the experts, each at its rank, make of the rows, which are sorted by expert."""
         most = len(rows)
         rank = expert // (EXPERTS // self.world)
-        place = torch.arange(most, device=rows.device) - torch.searchsorted(rank, rank)
-        slot = rank * most + place
+        offset = torch.arange(most, device=rows.device) - torch.searchsorted(rank, rank)
+        slot = rank * most + offset
         sent = torch.zeros(self.world * most, WIDTH, dtype=rows.dtype, device=rows.device).index_copy(0, slot, rows)
         kind = torch.zeros(self.world * most, dtype=torch.int64, device=rows.device).index_copy(0, slot, expert)
         received = all_to_all_single_autograd(sent, None, None, self.group)

@@ -116,13 +116,13 @@ def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], e
         gradients = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     tensors += [x for m in inputs if isinstance(m, torch.nn.Module) for x in m.buffers()]
-    places = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
+    addresses = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
     everything = [x for x in (*outputs, *tensors) if x.numel()]
     aliases = [
         (i, j)
         for i in range(len(everything))
         for j in range(i)
-        if places[i] == places[j] and (i < len(outputs) or j < len(outputs))
+        if addresses[i] == addresses[j] and (i < len(outputs) or j < len(outputs))
     ]
     return Run([x.detach() for x in outputs], gradients, tensors, aliases, names)
 
