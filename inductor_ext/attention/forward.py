@@ -1,7 +1,7 @@
-"""Lowering of ``flex_attention`` for training onto ``flex_forward.py.jinja``.
+"""Lowering of ``flex_attention`` in training onto ``flex_forward.py.jinja``.
 
-Taken where the logsumexp is needed. Inference, decoding-sized queries, explicit backends and dtypes that the template does
-not take stay with stock's lowering.
+It is used if the logsumexp is needed. Stock's lowering keeps inference, queries as short as in decoding, explicit backends,
+and dtypes that the template does not take.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
 
 
 def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+    """Return the lowering that replaces Inductor's. It falls back to ``stock``, and then records the reason."""
 
     def flex_attention(*args: Any) -> Any:
         call = ForwardCall(*args)
@@ -51,8 +51,8 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             reason or common.not_scalar(call.score_mod.graph_module) or common.not_scalar(call.mask.mask_mod.graph_module)
         )
         if inference:
-            # Stock's kernel is as good where no gradient is needed.
-            record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", where)
+            # Stock's kernel is as good if no gradient is needed.
+            record(NAME, "flex_attention", STOCK, "inference needs no logsumexp", where)
         elif reason is not None:
             leave_to_stock(options.strict, NAME, "flex_attention", reason, where, common.ADVICE)
         if inference or reason is not None:
@@ -128,13 +128,13 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
 
 
 def _shape_note(query: Any, key: Any) -> str:
-    return f"training; query {tuple(query.get_size())}, key {tuple(key.get_size())}"
+    return f"this is training; query has the shape {tuple(query.get_size())}, key {tuple(key.get_size())}"
 
 
 def score_subgraph(
     module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
 ) -> Any:
-    """The score_mod, ready to be inlined, with safe reads."""
+    """Lower the score_mod, with safe reads, so that it can be inlined."""
     module = returning(module, output_nodes(module.graph))
     tiles = tables.read_by_tile(module, ScoreMod.of(module.graph))
     score_graphs.clamp_reads(module, ScoreMod.of(module.graph).ranges(lengths(node)))
@@ -143,7 +143,7 @@ def score_subgraph(
 
 
 def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
-    """The mask_mod, ready to be inlined, with safe reads."""
+    """Lower the mask_mod, with safe reads, so that it can be inlined."""
     module = returning(module, output_nodes(module.graph))
     score_graphs.clamp_reads(module, ScoreMod.of_mask(module.graph).ranges(lengths(node)))
     (buffer,) = subgraphs.inline(module, score_graphs.mask_placeholders(device), captured)
