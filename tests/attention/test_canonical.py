@@ -1,4 +1,4 @@
-"""The rewrite of score_mods on Dynamo's graph: what becomes of each pattern."""
+"""The rewrite of score_mods on Dynamo's graph: the result for each pattern."""
 
 import pytest
 import torch

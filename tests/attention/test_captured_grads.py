@@ -1,4 +1,4 @@
-"""Joint graphs taken apart: which contributions, at which indices, along which axes."""
+"""Joint graphs are split into contributions: these tests check the values, indices and axes."""
 
 import pytest
 import torch

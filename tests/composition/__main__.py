@@ -45,7 +45,7 @@ class Recorder:
 
 
 def environment(setting: str) -> dict[str, Any]:
-    """Where and with what."""
+    """Return the device, the versions and the date of the runs."""
     cuda = setting.startswith("cuda")
     return {
         "date": datetime.date.today().isoformat(),

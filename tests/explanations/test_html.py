@@ -89,7 +89,7 @@ def test_the_script_runs_as_main_and_its_decisions_are_printed(ran):
     assert "blocked dense math" in printed and "flex_attention_backward" in printed
     # Of what is merged into one table no part is hoisted once more.
     assert printed.count("-> table") == 2
-    assert "out.html shows this with pictures" in printed
+    assert "out.html shows these decisions with pictures" in printed
 
 
 def explained(tmp_path, capfd, text, *arguments):
@@ -183,8 +183,8 @@ def test_the_page_says_how_each_term_is_read_and_reduced(ran):
     assert "temperature [2]: one value for all pairs" in text["temperature[h]"]
     assert "summed over the queries of a block" in text["column[h, k]"]
     assert "summed over the queries and keys" in text["temperature[h]"]
-    assert "softmax does not see it" in text["row[h, q]"] and "exactly zero" in text["row[h, q]"]
-    assert "every pair of a block added" in text["pair[h, q, k]"]
+    assert "softmax cancels it" in text["row[h, q]"] and "exactly zero" in text["row[h, q]"]
+    assert "added for every pair of a block" in text["pair[h, q, k]"]
 
 
 def test_the_mask_is_drawn(ran):

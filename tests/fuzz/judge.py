@@ -58,14 +58,14 @@ class Result:
 
 @dataclass
 class Run:
-    """What a run leaves behind: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
+    """The results of a run: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
     inputs: list[Tensor]
     aliases: list[tuple[int, int]]
     names: list[str] = field(default_factory=list)
-    #: What rounding the largest score to single precision makes of a probability.
+    #: The error of a probability that is caused by rounding the largest score to single precision.
     rounding: float = 0.0
 
     def tensors(self) -> list[tuple[str, Tensor | None]]:

@@ -1,4 +1,4 @@
-"""``verify`` finds a pass that computes something else, and says nothing of one that does not; ``dump`` shows what each did."""
+"""``verify`` finds a pass that computes wrong results and accepts the others; ``dump`` shows what each pass did."""
 
 import re
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Watch one rewrite of a Dynamo graph and stop there: nothing more needs compiling."""
+"""Watch one rewrite of a Dynamo graph, and stop the compilation after it."""
 
 import re
 from unittest import mock
