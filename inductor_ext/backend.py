@@ -1,10 +1,10 @@
-"""The backend function: options, the scope of the overrides, and the call of stock ``compile_fx``.
+"""The backend function. It reads the options, sets up the overrides, and calls stock ``compile_fx``.
 
     Dynamo graph -> rewrites -> compile_fx (AOTAutograd -> [rewrites -> our lowerings -> Inductor] per graph)
 
-Our lowerings are in Inductor's table only while one of *our* graphs is lowered (forward, and the backward whenever it is
-compiled), and our version, source and options are part of every cache key, so a model compiled with
-``backend="inductor"`` in the same process or cache directory is untouched.
+Our lowerings are in Inductor's table only while one of *our* graphs is lowered: the forward, and the backward at whatever
+time it is compiled. Our version, source and options are part of every cache key. A model that is compiled with
+``backend="inductor"`` in the same process, or with the same cache directory, is therefore not affected.
 """
 
 from __future__ import annotations
@@ -48,52 +48,55 @@ from .torch_api.config import (
 from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
 from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
-#: Functions of ours that passes put into Dynamo's graph: what they do is in the source, which is part of every key.
+#: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
 _FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_cell))
 _numbers = itertools.count()
 
 
 class _OnJointGraph(CacheKey):
-    """Our passes on the joint graph (on the whole graph, in inference), before stock's, after the user's own pass."""
+    """Runs our passes on the joint graph, before stock's passes and after the user's pass.
 
-    def __init__(self, own: Options, users: list[Any], dump: Dump) -> None:
-        super().__init__(own, users)
+    In inference there is no joint graph, and they run on the whole graph.
+    """
+
+    def __init__(self, options: Options, users: list[Any], dump: Dump) -> None:
+        super().__init__(options, users)
         self.dump = dump
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        passes.run("joint", graph.owning_module, self.own, self.dump)
+        passes.run("joint", graph.owning_module, self.options, self.dump)
 
 
-def _with_passes(own: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
-    """Inductor's configuration for a compilation of ours."""
+def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
+    """Return Inductor's configuration for a compilation of ours."""
     patched = {**patches, **cacheable(dict.fromkeys(_FUNCTIONS, ""), patches)}
     for slot, ours in (
         ("post_grad_custom_pre_pass", CacheKey),
         ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump)),
     ):
         users = custom_passes(patches.get(slot, getattr(inductor_config, slot)))
-        patched[slot] = ours(own, users)
-    if own.dump is not None:
+        patched[slot] = ours(options, users)
+    if options.dump is not None:
         patched["fx_graph_cache"] = False
-    if own.verify:
-        # So that the compiled graph and the eager one draw the same random numbers.
+    if options.verify:
+        # The compiled graph and the eager one must draw the same random numbers.
         patched["fallback_random"] = True
     return patched
 
 
-def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
-    """Inductor's inner compile of one graph (forward or backward) with our post-AOT passes and lowerings in force."""
+def _inner_compile(options: Options, dump: Dump) -> Callable[..., Any]:
+    """Return Inductor's inner compile function of one graph (forward or backward) with our post-AOT passes and lowerings."""
 
     @functools.wraps(config.compile_fx_inner)
     def inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         direction = "backward" if kwargs.get("is_backward") else "forward"
         with contextlib.ExitStack() as scope:
             scope.enter_context(compiling(dump.number))
-            passes.run("post_aot", gm, own, dump)
+            passes.run("post_aot", gm, options, dump)
             scope.enter_context(scans_allowed(gm))
-            scope.enter_context(deterministic_lowerings(own.deterministic))
-            scope.enter_context(override_lowerings(lowerings.table(own)))
+            scope.enter_context(deterministic_lowerings(options.deterministic))
+            scope.enter_context(override_lowerings(lowerings.table(options)))
             scope.enter_context(masks_in_registers())
             if gathers.needs_tuning(gm):
                 scope.enter_context(inductor_config.patch(max_autotune_pointwise=True))
@@ -107,22 +110,22 @@ def _inner_compile(own: Options, dump: Dump) -> Callable[..., Any]:
 def _checked(
     mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = None
 ) -> tuple[Options, dict[str, Any]]:
-    """Our options and Inductor's configuration. Raises a RuntimeError for what neither of us knows."""
-    own, inductor_options = split(options)
-    return own, inductor_patches(mode, inductor_options, dynamic)
+    """Return our options and Inductor's configuration. Raises a RuntimeError for an option that neither knows."""
+    parsed, inductor_options = split(options)
+    return parsed, inductor_patches(mode, inductor_options, dynamic)
 
 
 def _compile(
-    gm: GraphModule, inputs: Sequence[Any], own: Options, patches: dict[str, Any], number: int
+    gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], number: int
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph, which is changed, with the passes and lowerings that ``own`` enables."""
-    dump = Dump(own.dump, number)
+    """Compile a Dynamo graph with the passes and lowerings that ``options`` enable. The graph is changed."""
+    dump = Dump(options.dump, number)
     first = next(filter(None, map(user_line, gm.graph.nodes)), "")
-    with compiling(number, first), without_caches() if own.dump is not None else contextlib.nullcontext():
-        draw = pictures.watch(gm, own, number)
-        passes.run("dynamo", gm, own, dump)
+    with compiling(number, first), without_caches() if options.dump is not None else contextlib.nullcontext():
+        draw = pictures.watch(gm, options, number)
+        passes.run("dynamo", gm, options, dump)
         compiled = config.compile_fx(
-            gm, inputs, inner_compile=_inner_compile(own, dump), config_patches=_with_passes(own, patches, dump)
+            gm, inputs, inner_compile=_inner_compile(options, dump), config_patches=_with_passes(options, patches, dump)
         )
         return draw(serializable(compiled))
 
@@ -140,23 +143,23 @@ def gradfuse(
     ``mode`` and ``options`` are those of ``backend="inductor"``; ``inductor_ext.options.Options`` lists what gradfuse
     adds. Raises OptionError (a RuntimeError, as Inductor does) for an unknown option.
     """
-    own, patches = _checked(mode, options, dynamic)
+    parsed, patches = _checked(mode, options, dynamic)
     number = next(_numbers)
     if number >= int(os.environ.get("GRADFUSE_GRAPHS", sys.maxsize)):
-        # ``gradfuse bisect`` leaves the later graphs to stock; the last of the others is the one to show.
-        return _compile(gm, example_inputs, replace(own, disable=frozenset(NAMES)), patches, number)
+        # ``gradfuse bisect`` leaves the later graphs to stock, and writes out the last graph that is not left to stock.
+        return _compile(gm, example_inputs, replace(parsed, disable=frozenset(NAMES)), patches, number)
     target = os.environ.get("GRADFUSE_REPRO")
-    if not own.verify and target is None:
-        return _compile(gm, example_inputs, own, patches, number)
+    if not parsed.verify and target is None:
+        return _compile(gm, example_inputs, parsed, patches, number)
     original = copy.deepcopy(gm)
-    compiled = _compile(gm, example_inputs, own, patches, number)
+    compiled = _compile(gm, example_inputs, parsed, patches, number)
     if target is not None:
         return repro.saving(original, compiled, Path(target))
 
     def again(graph: GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
         return _compile(copy.deepcopy(graph), inputs, options, patches, next(_numbers))
 
-    return verify.checked(original, compiled, again, own)
+    return verify.checked(original, compiled, again, parsed)
 
 
 gradfuse.reset = reset_cudagraphs

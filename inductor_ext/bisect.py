@@ -1,6 +1,7 @@
-"""``gradfuse bisect SCRIPT``: which of our passes, on which graph, makes a script fail, and a small file that shows it.
+"""``gradfuse bisect SCRIPT`` finds the pass and the graph that make a script fail, and writes a small file that shows it.
 
-The script fails if its exit code is not 0: it raises, or asserts that a loss or a gradient is right. It runs a dozen times.
+A script fails if its exit code is not 0, for example because it raises, or because it asserts that a loss or a gradient is
+right and that is false. The script runs about a dozen times.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from pathlib import Path
 from .core.table import progress
 from .registry import NAMES
 
-#: More graphs than any script compiles.
+#: No script compiles more graphs than this.
 _MOST_GRAPHS = 1024
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script with its arguments; every run is a process of its own."""
+    """A script with its arguments. Every run is a new process."""
 
     path: str
     arguments: Sequence[str]
 
     def fails(self, disabled: Sequence[str] = (), graphs: int | None = None, repro: Path | None = None) -> bool:
-        """Whether it fails without some passes, with our passes on the first ``graphs`` graphs alone.
+        """Return whether the script fails if some passes are disabled and ours run on the first ``graphs`` graphs only.
 
-        repro: where the last of these graphs is to be written.
+        repro: the file to which the last of these graphs is written.
         """
         environment = {**os.environ, "GRADFUSE_DISABLE": ",".join(disabled)}
         environment |= {} if graphs is None else {"GRADFUSE_GRAPHS": str(graphs)}
@@ -39,7 +40,10 @@ class Script:
 
 
 def first(fails: Callable[[int], bool], most: int) -> int:
-    """The least n in 1 .. most for which ``fails(n)``, given that it fails for ``most`` and for all above the least."""
+    """Return the least n in 1 .. most for which ``fails(n)``.
+
+    ``fails`` must be true for ``most``, and for every number above the least one for which it is true.
+    """
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
@@ -48,15 +52,18 @@ def first(fails: Callable[[int], bool], most: int) -> int:
 
 
 def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.py") -> int:
-    """Find the guilty pass and graph, print them and write ``repro``; 0 where they are found."""
+    """Find the pass and the graph that make the script fail, print them and write ``repro``. Returns 0 if they are found."""
     script, names = Script(path, arguments), list(NAMES)
     print(f"Running {path} as it is ...", flush=True)
     if not script.fails():
-        print("It succeeds: there is nothing to find.")
+        print("The script succeeds, so there is no failure to search for.")
         return 1
-    print("It fails. Running it without our passes ...", flush=True)
+    print("The script fails. Running it without our passes ...", flush=True)
     if script.fails(names):
-        print('It fails without any pass of gradfuse too. Try backend="inductor", and torch._inductor.compiler_bisector.')
+        print(
+            "The script also fails without any pass of gradfuse. "
+            'Try backend="inductor" and torch._inductor.compiler_bisector.'
+        )
         return 1
 
     def with_passes(count: int) -> bool:
@@ -66,7 +73,7 @@ def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.p
     guilty = first(with_passes, len(names)) - 1
     others = names[guilty + 1 :]
 
-    # Halving 1 .. n takes at most as many runs as n - 1 has binary digits.
+    # A binary search over 1 .. n takes at most as many runs as n - 1 has binary digits.
     with progress("finding the graph", "run", total=(_MOST_GRAPHS - 1).bit_length()) as bar:
 
         def with_graphs(count: int) -> bool:
@@ -76,6 +83,7 @@ def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.p
 
         count = first(with_graphs, _MOST_GRAPHS)
     script.fails(others, graphs=count, repro=Path(repro))
-    print(f"The pass {names[guilty]!r} makes it fail ({NAMES[names[guilty]]}), on graph {count - 1}.")
-    print(f"options={{'disable': [{names[guilty]!r}]}} leaves it out. {repro} shows that graph with its inputs.")
+    print(f"The pass {names[guilty]!r} ({NAMES[names[guilty]]}) makes the script fail on graph {count - 1}.")
+    print(f"Use options={{'disable': [{names[guilty]!r}]}} to disable this pass. Run {repro} to reproduce the failure: it")
+    print("contains this graph and loads the inputs of its first call.")
     return 0

@@ -1,4 +1,7 @@
-"""What keeps our code apart in the FX-graph and AOTAutograd caches: version, source, templates and options."""
+"""The part of the cache keys that is ours: version, source, templates and options.
+
+It separates our code from stock's in the FX-graph cache and in AOTAutograd's cache.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from .torch_api.config import CustomGraphPass, donated_buffers
 
 
 class CacheKey(CustomGraphPass):
-    """A pass that changes nothing and, by its uuid, keeps our code apart from stock's in every cache.
+    """A pass that changes nothing itself. Its uuid separates our code from stock's in every cache.
 
-    It runs the user's own pass of that slot, whose uuid joins the key (a pass without one makes the caches step aside,
-    as it does under stock Inductor).
+    It runs the user's passes of the same slot, and their uuids become part of the key. If one of them has no uuid, the
+    caches are not used, which is also what stock Inductor does.
     """
 
-    def __init__(self, own: Options, users: list[Any]) -> None:
-        self.own = own
+    def __init__(self, options: Options, users: list[Any]) -> None:
+        self.options = options
         self.users = users
 
     def __call__(self, graph: Graph) -> None:
@@ -31,10 +34,10 @@ class CacheKey(CustomGraphPass):
             user_pass(graph)
 
     def uuid(self) -> Any:
-        """The part of the cache key that is ours; None where one of the user's passes has none."""
+        """Return our part of the cache key, or None if one of the user's passes has no uuid."""
         source, templates = source_hash(Path(__file__).parent), source_hash(TEMPLATE_DIR)
-        options = f"{self.own.deterministic},{self.own.strict},{sorted(self.own.disable)}"
-        parts = ["gradfuse", source, templates, options, f"donated {donated_buffers()}"]
+        flags = f"{self.options.deterministic},{self.options.strict},{sorted(self.options.disable)}"
+        parts = ["gradfuse", source, templates, flags, f"donated {donated_buffers()}"]
         for user_pass in self.users:
             uuid = getattr(user_pass, "uuid", lambda: None)()
             if uuid is None:
@@ -45,7 +48,7 @@ class CacheKey(CustomGraphPass):
 
 @functools.cache
 def source_hash(root: Path) -> str:
-    """A hash of every Python file and template under ``root``."""
+    """Return a hash of all Python files and templates under ``root``."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".jinja"):

@@ -1,5 +1,5 @@
-"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` says what works on this machine, ``explain`` shows
-what was decided for the graphs that a script compiles, ``bisect`` finds the pass that makes a script fail.
+"""The command ``gradfuse``: ``demo`` trains a small model, ``doctor`` checks what works on this machine, ``explain`` shows
+the decisions for the graphs that a script compiles, and ``bisect`` finds the pass that makes a script fail.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gradfuse", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train a byte-level language model with learned attention biases")
-    demo.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one, else cpu")
-    demo.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
+    demo.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a CUDA device, otherwise cpu")
+    demo.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="parameter dtype")
     demo.add_argument("--steps", type=int, default=200)
     demo.add_argument("--seed", type=int, default=0)
-    commands.add_parser("doctor", help="print versions, the device, and what is supported here")
+    commands.add_parser("doctor", help="print versions, the device, and what works on this machine")
     explain = commands.add_parser(
         "explain",
         usage="gradfuse explain SCRIPT [ARGS ...] [--html FILE]",
-        help="run a script and show what was decided for every graph that it compiles with gradfuse",
+        help="run a script and show the decisions for every graph that it compiles with gradfuse",
     )
-    explain.add_argument("--html", metavar="FILE", help="write the decisions there too, with pictures of masks and terms")
+    explain.add_argument("--html", metavar="FILE", help="also write them to this file, with pictures of masks and terms")
     explain.add_argument("script")
-    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with; after -- also --html")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments; an --html after -- is one of them too")
     bisect = commands.add_parser("bisect", help="find the pass and the graph that make a script fail")
     bisect.add_argument("script")
-    bisect.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is called with")
+    bisect.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     bisect.add_argument("--repro", default="gradfuse_repro.py", help="the file to write")
     arguments = parser.parse_args(argv)
 

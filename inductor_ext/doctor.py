@@ -1,4 +1,4 @@
-"""``gradfuse doctor``: versions, the device, and what is supported here, each line found out by trying it."""
+"""``gradfuse doctor`` prints versions, the device, and what works on this machine. Each check tries the thing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def examine() -> int:
-    """Print the findings; returns 0 where training works here, 1 where it does not."""
+    """Print the results of the checks. Returns 0 if training works on this machine, otherwise 1."""
     for package in ("gradfuse", "torch", "triton", "sympy"):
         print(f"{package:<12} {_version(package)}")
     print(f"{'python':<12} {platform.python_version()}")
@@ -21,7 +21,7 @@ def examine() -> int:
         ("backend registered", _registered),
         (
             "C++ compiler",
-            lambda: shutil.which("g++") or shutil.which("clang++") or _fail("none found; CPU kernels need one"),
+            lambda: shutil.which("g++") or shutil.which("clang++") or _fail("CPU kernels need g++ or clang++"),
         ),
         ("attention trains on CPU", lambda: _trains("cpu")),
         ("attention trains on CUDA", lambda: _trains("cuda") if torch.cuda.is_available() else _fail("no CUDA device")),
@@ -62,7 +62,7 @@ def _supported() -> str:
     try:
         from .torch_api.versions import NEWEST, OLDEST
     except ImportError as error:
-        # Its first line says what is supported; the others name what is missing.
+        # The first line of the error says what is supported, and the others name what is missing.
         print(error)
         return _fail(f"torch {torch.__version__} lacks names that gradfuse needs")
     return f"{OLDEST} to {NEWEST}"
@@ -70,7 +70,7 @@ def _supported() -> str:
 
 def _registered() -> str:
     if "gradfuse" not in torch.compiler.list_backends():
-        return _fail("torch.compile does not list it")
+        return _fail("torch.compile does not list the backend 'gradfuse'")
     return 'torch.compile(model, backend="gradfuse")'
 
 
@@ -94,5 +94,5 @@ def _trains(device: str) -> str:
     return (
         f"gradient of a learned bias within {error:.0e} of float64"
         if error < 1e-3
-        else _fail(f"gradient off by {error:.0e}")
+        else _fail(f"the gradient of a learned bias has a relative error of {error:.0e}")
     )

@@ -1,9 +1,9 @@
-"""``options={"dump": DIR}``: each graph before and after each pass as readable Python, and the code that Inductor wrote.
+"""``options={"dump": DIR}`` writes each graph before and after each pass as readable Python, and the code of Inductor.
 
     DIR/graph_0/00_dynamo.py  01_dynamo_score_mods.py ...  05_joint.py ...  08_forward.py ...  code_forward.py
 
-A graph that a pass left as it was is not written again. The same texts are artifacts of ``trace_structured``, under names
-that begin with ``gradfuse_``, so that tlparse shows them wherever ``TORCH_TRACE`` is set.
+A graph that a pass did not change is not written again. The same texts are artifacts of ``trace_structured`` with names
+that begin with ``gradfuse_``, so tlparse shows them if ``TORCH_TRACE`` is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from .torch_api.tracing import is_traced, trace_artifact
 
 @dataclass
 class Dump:
-    """The texts of one Dynamo graph's compilation. directory: where they go, None for nowhere but the trace."""
+    """Writes the texts of the compilation of one Dynamo graph.
+
+    directory: the directory to which they are written. If it is None, they go to the structured trace only.
+    """
 
     directory: str | None
     number: int
@@ -29,7 +32,7 @@ class Dump:
     _count: Any = field(default_factory=itertools.count)
 
     def graph(self, gm: GraphModule, label: str) -> None:
-        """Write a graph, and the graphs in it, unless its text is still the last one written."""
+        """Write a graph and the graphs in it, unless its text has not changed since it was last written."""
         if self.directory is None and not is_traced():
             return
         text = gm.print_readable(print_output=False)
@@ -38,7 +41,7 @@ class Dump:
             self._write(f"{next(self._count):02d}_{label}.py", text)
 
     def code(self, compiled: Any, label: str) -> None:
-        """Write the code that Inductor made of a graph, kernels included."""
+        """Write the code, including kernels, that Inductor generated for a graph."""
         source = getattr(compiled, "source_code", None)
         if source and (self.directory is not None or is_traced()):
             self._write(f"code_{label}.py", source)

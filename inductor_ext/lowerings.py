@@ -1,6 +1,6 @@
-"""The table of our Inductor lowerings: FX node to Inductor IR, by way of a template.
+"""The table of our Inductor lowerings, which turn FX nodes into Inductor IR, most of them with a template.
 
-To add a kernel: an op and a ``KernelOp`` in the feature's folder, a line in ``KERNELS``, a template, a test.
+To add a kernel, write an op and a ``KernelOp`` in the folder of the feature, a line in ``KERNELS``, a template, and a test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_api.lowering import lowerings
 
 @dataclass(frozen=True)
 class Replaced:
-    """An op of PyTorch that we lower in our way; ``lower(options, stock)`` returns the lowering, which may call stock's."""
+    """An op of PyTorch whose lowering we replace. ``lower(options, stock)`` returns ours, which may call stock's."""
 
     name: str
     what: str
@@ -36,25 +36,25 @@ class Replaced:
 REPLACED: tuple[Replaced, ...] = (
     Replaced(
         "flex_attention",
-        "lowering of flex_attention's forward for training onto flex_forward.py.jinja",
+        "lowers the forward of flex_attention in training onto flex_forward.py.jinja",
         flex_attention_hop,
         forward.lower,
     ),
     Replaced(
         "flex_attention_backward",
-        "lowering of flex_attention's backward onto flex_backward.py.jinja",
+        "lowers the backward of flex_attention onto flex_backward.py.jinja",
         flex_attention_backward_hop,
         backward.lower,
     ),
     Replaced(
         "scans",
-        "what is left to stock's lowering of associative_scan: results in the memory order of its operands",
+        "gives the results of stock's lowering of associative_scan the memory order of its operands",
         associative_scan_hop,
         lower_associative.lower,
     ),
 )
 
-#: Ops that our passes put into graphs.
+#: The ops that our passes put into graphs.
 KERNELS: tuple[KernelOp, ...] = (
     mlstm.FORWARD,
     mlstm.BACKWARD,
@@ -67,11 +67,14 @@ KERNELS: tuple[KernelOp, ...] = (
 )
 
 
-def table(own: Options) -> dict[Any, Callable[..., Any]]:
-    """The entries of Inductor's table of lowerings that a gradfuse graph replaces, as ``own`` enables them."""
+def table(options: Options) -> dict[Any, Callable[..., Any]]:
+    """Return the entries that replace those of Inductor's table of lowerings while a graph of ours is lowered.
+
+    ``options`` say which of them are enabled.
+    """
     return {
-        **{each.op: each.lower(own, lowerings[each.op]) for each in REPLACED if own.enabled(each.name)},
-        **{each.overload: each.lowering(own) for each in KERNELS},
+        **{each.op: each.lower(options, lowerings[each.op]) for each in REPLACED if options.enabled(each.name)},
+        **{each.overload: each.lowering(options) for each in KERNELS},
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.stored.default: stored,
     }

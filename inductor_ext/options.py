@@ -1,6 +1,6 @@
-"""Every option of the backend: validated here, documented here.
+"""The options of the backend: this module documents and validates them.
 
-gradfuse takes all of Inductor's modes and options and a few of its own beside them:
+gradfuse takes all modes and options of Inductor, and a few options of its own:
 
     torch.compile(model, backend="gradfuse", options={"strict": True, "max_autotune": True})
 """
@@ -21,21 +21,22 @@ from .torch_api.config import inductor_options
 class OptionError(RuntimeError):
     """An option of ``torch.compile(backend="gradfuse")`` that does not exist or has the wrong type.
 
-    It is a RuntimeError because that is what ``backend="inductor"`` raises for its own options.
+    It is a RuntimeError because ``backend="inductor"`` raises that for its own options.
     """
 
 
 @dataclass(frozen=True)
 class Options:
-    """gradfuse's own options; everything else in ``options=`` is Inductor's.
+    """The options of gradfuse itself. Every other entry of ``options=`` is an option of Inductor.
 
-    deterministic: bitwise reproducible gradients. Also on under ``torch.use_deterministic_algorithms(True)``. A lowering
-        that would need atomics refuses, naming the expression, instead of being silently irreproducible.
-    strict: raise instead of falling back to stock Inductor's lowering.
-    disable: names of rewrites and lowerings to leave out (see ``registry.NAMES``). The environment's GRADFUSE_DISABLE, names
-        with commas between them, adds to it.
+    deterministic: make gradients bitwise reproducible. This is also on under
+        ``torch.use_deterministic_algorithms(True)``. A lowering that would need atomics then raises an error that names
+        the expression, and never gives results that silently differ between runs.
+    strict: raise an error instead of falling back to stock Inductor's lowering.
+    disable: names of the rewrites and lowerings that are disabled (see ``registry.NAMES``). The names in the environment
+        variable GRADFUSE_DISABLE, separated by commas, are added.
     verify: check the first call of every compiled graph against the graph as it was traced (``verify.py``).
-    dump: a directory for each graph before and after each pass, and for the code that Inductor wrote (``dump.py``).
+    dump: the directory to which each graph before and after each pass is written, and the code of Inductor (``dump.py``).
     """
 
     deterministic: bool = False
@@ -45,23 +46,27 @@ class Options:
     dump: str | None = None
 
     def enabled(self, name: str) -> bool:
-        """Whether the rewrite or lowering of that name is to run."""
+        """Return whether the rewrite or lowering of that name is enabled."""
         return name not in self.disable
 
 
-#: Names of gradfuse's own options.
+#: The names of the options of gradfuse itself.
 OPTIONS: tuple[str, ...] = tuple(f.name for f in fields(Options))
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"gradfuse's own are {list(OPTIONS)}"
+    return (
+        f"did you mean {' or '.join(repr(n) for n in near)}?"
+        if near
+        else f"the options of gradfuse itself are {list(OPTIONS)}"
+    )
 
 
 def _checked_disable(value: Any) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OptionError(f"option 'disable' takes a list of names, got {type(value).__name__}: {value!r}")
-    # The registry imports every feature, and features take the options.
+    # This is imported here because the registry imports every feature, and the features import this module.
     from .registry import NAMES
 
     names = list(value)
@@ -84,10 +89,10 @@ def _checked_directory(value: Any) -> str | None:
 
 
 def split(options: dict[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """Split ``options=`` into gradfuse's own, validated, and Inductor's.
+    """Split ``options=`` into the options of gradfuse, which are validated here, and those of Inductor.
 
-    Raises OptionError for an unknown name (with the nearest valid ones) and for a wrong type of one of ours; a wrong
-    type of one of Inductor's raises when Inductor checks it.
+    Raises OptionError for an unknown name, with the nearest valid names, and for a value of a wrong type of one of our
+    options. A value of a wrong type of one of Inductor's options raises an error when Inductor checks it.
     """
     ours: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     ours["disable"] = _checked_disable(filter(None, os.environ.get("GRADFUSE_DISABLE", "").split(",")))

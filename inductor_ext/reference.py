@@ -1,7 +1,7 @@
-"""A Dynamo graph as it was written, run eagerly with wide arithmetic: what ``verify`` compares with.
+"""Run a Dynamo graph eagerly, as it was written, in a wider dtype. ``verify`` compares with the results.
 
-Every floating result is widened to float64, so that casts to half precision round nothing. flex_attention is dense math, a
-head at a time, and associative_scan is the textbook recursion; both differentiate by ordinary autograd.
+Every floating-point result is widened to float64, so casts to half precision do not round. flex_attention is computed as
+dense math, one head at a time, and associative_scan by the textbook recursion. Ordinary autograd differentiates both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from .torch_api.higher_order import associative_scan_hop, flex_attention_hop
 
 
 class Reference(Interpreter):
-    """Runs a Dynamo graph and the graphs in it. dtype: what floating results are widened to, None for none at all."""
+    """Runs a Dynamo graph and the graphs in it.
+
+    dtype: the dtype to which floating-point results are widened. If it is None, they are not widened.
+    """
 
     def __init__(self, module: GraphModule, dtype: torch.dtype | None) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.dtype = dtype
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        """One node, its result widened."""
+        """Run one node and widen its result."""
         return pytree.tree_map(self._widened, super().run_node(node))
 
     def _widened(self, value: Any) -> Any:
@@ -37,7 +40,7 @@ class Reference(Interpreter):
         return value.to(self.dtype) if narrow and value.dtype != self.dtype else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A call; ops with graphs of their own run those here."""
+        """Run a call. The graphs that are arguments of an op run in a ``Reference`` too."""
         if target is flex_attention_hop:
             return _attention(*args, **kwargs)
         if target is associative_scan_hop:
@@ -53,7 +56,7 @@ class Reference(Interpreter):
 
 
 def called_once(target: Any) -> bool:
-    """Whether an op with a graph of its own simply calls it on the operands that follow (a checkpoint, a region)."""
+    """Return whether an op only calls its graph, once, on the operands that follow it (a checkpoint, a region)."""
     return target.name() in (
         "tag_activation_checkpoint",
         "wrap_activation_checkpoint",
@@ -74,7 +77,7 @@ def _attention(
     score_captured: Sequence[Any] = (),
     mask_captured: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``flex_attention`` as dense math: output, and logsumexp and maximum in base 2."""
+    """Compute ``flex_attention`` as dense math: the output, and the logsumexp and the maximum in base 2."""
     work = torch.promote_types(query.dtype, torch.float32)
     mask_mod, group = block_mask[-1], query.shape[1] // key.shape[1]
     rows, columns = (torch.arange(x.shape[2], device=query.device, dtype=torch.int32) for x in (query, key))
@@ -108,7 +111,7 @@ def _attention(
 
 
 def _scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = ()) -> Sequence[Tensor]:
-    """``associative_scan`` along dim 0: y[t] = combine(y[t - d], y[t]) for d = 1, 2, 4..."""
+    """Compute ``associative_scan`` along dim 0: y[t] = combine(y[t - d], y[t]) for d = 1, 2, 4..."""
     ys, distance = list(xs), 1
     while distance < xs[0].shape[0]:
         later = torch.vmap(lambda *pair: tuple(pytree.tree_leaves(combine(*pair, *additional))))(
@@ -120,12 +123,15 @@ def _scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequenc
 
 
 def draws_random_numbers(gm: GraphModule) -> bool:
-    """Whether a graph, or one in it, draws random numbers."""
+    """Return whether a graph, or a graph in it, draws random numbers."""
     return any(is_random(node) for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
 
 
 def readable(name: str) -> str:
-    """The user's name of an input of Dynamo's graph: ``L_self_modules_attn_parameters_bias_`` is ``self.attn.bias``."""
+    """Return the user's name of an input of Dynamo's graph.
+
+    For example, ``L_self_modules_attn_parameters_bias_`` is ``self.attn.bias``.
+    """
     text = name.removeprefix("l_").removeprefix("L_").rstrip("_")
     for word in ("_modules_", "_parameters_", "_buffers_"):
         text = text.replace(word, ".")

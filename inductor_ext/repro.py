@@ -1,4 +1,4 @@
-"""A Dynamo graph as a Python file that compiles and verifies it, beside a file with its inputs."""
+"""Write a Dynamo graph as a Python file that compiles and verifies it, and its inputs to a second file beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-_HEAD = '''"""Written by ``gradfuse bisect``: one graph of a model, with the inputs of its first call."""
+_HEAD = '''"""``gradfuse bisect`` wrote this file: one graph of a model, with the inputs of its first call."""
 
 import operator
 
@@ -22,7 +22,7 @@ from torch import device
 
 
 def call_flex_attention(query, key, value, score_mod, block_mask, scale, options, captured=(), mask_captured=()):
-    """The op as Dynamo takes it: what is captured is in the closures."""
+    """Call the op in the form that Dynamo accepts: the captured tensors are in the closures."""
     score = lambda *indices: score_mod(*indices, *captured)
     mask = lambda *indices: block_mask[-1](*indices, *mask_captured)
     mask_operand = (*block_mask[:-1], mask)
@@ -32,23 +32,23 @@ def call_flex_attention(query, key, value, score_mod, block_mask, scale, options
 _TAIL = """
 inputs = torch.load({inputs!r}, weights_only=False)
 torch.compile({name}(), backend="gradfuse", options={{"verify": True}})(*inputs)
-print("It computes what it should.")
+print("The graph computes the right results.")
 """
 
 
 def source(gm: GraphModule, name: str = "Model") -> str:
-    """The classes of a graph and of the graphs in it."""
+    """Return the source of the classes of a graph and of the graphs in it."""
     children = [(target, child) for target, child in gm.named_children() if isinstance(child, GraphModule)]
     classes = [source(child, f"{name}_{target}") for target, child in children]
     made = "".join(f"\n        self.{target} = {name}_{target}()" for target, _ in children)
-    # With its captured tensors as operands the op stands only behind Dynamo, which is to trace the file again.
+    # Dynamo traces the file again, and the op takes its captured tensors as operands only in a graph that is already traced.
     code = gm.graph.python_code("self").src.replace("torch.ops.higher_order.flex_attention(", "call_flex_attention(")
     init = f"    def __init__(self):\n        super().__init__(){made}\n"
     return "\n\n".join([*classes, f"class {name}(torch.nn.Module):\n{init}\n{textwrap.indent(code.strip(), '    ')}\n"])
 
 
 def saving(gm: GraphModule, compiled: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """``compiled``, which is made of ``gm`` and whose first call writes the file and its inputs."""
+    """Wrap ``compiled``, which was compiled from ``gm``, so that its first call writes the file and its inputs."""
     pending = [True]
 
     @functools.wraps(compiled)

@@ -1,8 +1,8 @@
-"""``options={"verify": True}``: the first call of every compiled graph is checked against the graph as Dynamo gave it.
+"""``options={"verify": True}`` checks the first call of every compiled graph against the graph that Dynamo traced.
 
 The graph runs three times on copies of the inputs, forward and backward: compiled, eagerly in float64, and eagerly as it is
-written, whose own error says how much rounding is to be expected. What is further off than that is an error, and the passes
-are left out one after another to find which of them made it.
+written. The error of the last run says how much rounding is to be expected. If a compiled result is further off than that,
+it is wrong. Then the passes are disabled one after another, to find the pass that is to blame.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from .options import Options
 from .reference import Reference, draws_random_numbers, readable
 from .registry import NAMES
 
-#: What is always allowed, relative to the norm of the reference: a wrong gradient is off by far more.
+#: The error that is always allowed, relative to the norm of the reference. The error of a wrong gradient is far larger.
 FLOOR = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-#: How many times the error of the eager graph is allowed.
+#: An error of this many times the error of the eager graph is allowed.
 FACTOR = 4
-#: Of the largest root mean square of any tensor: less is rounding of what cancels.
+#: An error below this share of the largest root mean square of any tensor is taken for the rounding of terms that cancel.
 NOISE = 1e-4
 
-#: Compiles a Dynamo graph for inputs with the given options.
+#: A function that compiles a Dynamo graph for some inputs with the given options.
 Compile = Callable[[GraphModule, Sequence[Any], Options], Callable[..., Any]]
 
 
 class VerificationError(AssertionError):
-    """A compiled graph computes something else than the graph that Dynamo traced.
+    """A compiled graph computes other results than the graph that Dynamo traced.
 
-    Its message names the first output or gradient that is wrong, the errors, and the pass that is to blame.
+    The message names the output or gradient that is furthest off, the errors, and the pass that is to blame.
     """
 
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A tensor that differs, with its relative error and that of the eager graph."""
+    """A tensor that differs, with its relative error and the relative error of the eager graph."""
 
     name: str
     error: float
     eager: float
 
     def __str__(self) -> str:
-        return f"{self.name} has a relative error of {self.error:.1e} (the eager graph: {self.eager:.1e})"
+        return f"{self.name} has a relative error of {self.error:.1e} (that of the eager graph is {self.eager:.1e})"
 
 
-def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, own: Options) -> Callable[..., Any]:
-    """``compiled``, whose first call is compared with ``original``. Raises VerificationError from that call."""
+def checked(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, options: Options) -> Callable[..., Any]:
+    """Wrap ``compiled`` so that its first call is compared with ``original``; that call may raise VerificationError."""
     pending = [True]
 
     @functools.wraps(compiled)
     def run(*inputs: Any) -> Any:
         if pending:
             pending.clear()
-            torch.compiler.disable(_check)(original, compiled, compile_, own, inputs)
+            torch.compiler.disable(_check)(original, compiled, compile_, options, inputs)
         return compiled(*inputs)
 
     return run
 
 
-def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, own: Options, inputs: Any) -> None:
+def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compile, options: Options, inputs: Any) -> None:
     names = [readable(str(node.target)) for node in original.graph.find_nodes(op="placeholder")]
     with progress("gradfuse: verifying a graph", "run", total=3) as bar:
 
@@ -77,29 +77,31 @@ def _check(original: GraphModule, compiled: Callable[..., Any], compile_: Compil
             return found
 
         eager = step(Reference(original, None).run)
-        # In float64 the same seed gives other random numbers.
+        # In float64 the same seed gives other random numbers, so the eager run is the reference of a graph that draws some.
         exact = eager if draws_random_numbers(original) else step(Reference(original, torch.float64).run, torch.float64)
         wrong = _compared(step(compiled), exact, eager)
     if wrong is None:
-        record("verify", "graph", "checked", f"{len(exact)} outputs, gradients and changed inputs agree")
+        record("verify", "graph", "checked", f"all {len(exact)} outputs, gradients and changed inputs agree with eager mode")
         return
     guilty = []
-    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(own.enabled, NAMES))):
-        without = replace(own, disable=own.disable | {name}, verify=False)
-        # What cannot be compiled without a pass says nothing of it.
+    for name in progress("gradfuse: finding the pass", "pass", of=list(filter(options.enabled, NAMES))):
+        without = replace(options, disable=options.disable | {name}, verify=False)
+        # If the graph cannot be compiled without a pass, nothing is known about that pass.
         with contextlib.suppress(Exception):
             again = _step(compile_(original, inputs, without), inputs, names)
             if _compared(again, exact, eager) is None:
                 guilty.append(name)
-    blame = f"It is right without {' or without '.join(map(repr, guilty))}" if guilty else "No single pass is to blame"
-    advice = f": options={{'disable': {guilty[:1]!r}}} leaves that pass out" if guilty else ""
+    blame = (
+        f"The result is right without {' or without '.join(map(repr, guilty))}" if guilty else "No single pass is to blame"
+    )
+    advice = f". Use options={{'disable': {guilty[:1]!r}}} to disable that pass" if guilty else ""
     raise VerificationError(
-        f"gradfuse computed something else than your model: {wrong}. {blame}{advice}. Please report this."
+        f"gradfuse computed other results than your model: {wrong}. {blame}{advice}. Please report this."
     )
 
 
 def _copies(inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
-    """Copies of the inputs with gradients of their own; one that is passed twice is still one."""
+    """Copy the inputs, so that the copies have separate gradients. A tensor that is passed twice is copied once."""
     made: dict[int, Any] = {}
     for x in inputs:
         if isinstance(x, Tensor) and id(x) not in made:
@@ -112,7 +114,7 @@ def _copies(inputs: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
 def _step(
     function: Callable[..., Any], inputs: Sequence[Any], names: Sequence[str], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor | None]:
-    """Outputs, changed inputs and gradients of a call, by name; nothing of the caller's is touched."""
+    """Return the outputs, changed inputs and gradients of a call, by name. The inputs themselves do not change."""
     copies, gradients = _copies(inputs, dtype), torch.is_grad_enabled()
     devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
     with torch.random.fork_rng(devices):
@@ -138,7 +140,7 @@ def _step(
 def _compared(
     got: dict[str, Tensor | None], exact: dict[str, Tensor | None], eager: dict[str, Tensor | None]
 ) -> _Wrong | None:
-    """The tensor that is furthest off, None where all agree."""
+    """Return the tensor that is furthest off, or None if all agree."""
     sizes = [float(x.double().square().mean().sqrt()) for x in exact.values() if x is not None and x.numel()]
     worst: _Wrong | None = None
     for name in exact.keys() | got.keys():
@@ -157,6 +159,6 @@ def _compared(
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """The norm of the difference; equal infinities and two NaN are no difference."""
+    """Return the norm of the difference. Equal infinities, and two NaN, count as equal."""
     x, y = x.double(), y.double()
     return float(torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y).norm())

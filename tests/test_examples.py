@@ -1,4 +1,4 @@
-"""Every example runs, says so, and is short enough to be read."""
+"""Every example runs, prints that it succeeded, and is short."""
 
 import os
 import subprocess

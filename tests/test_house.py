@@ -1,4 +1,4 @@
-"""The rules of the house: which part of the package may import which."""
+"""The rules for imports: which part of the package may import which other part."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from inductor_ext.torch_api import versions
 
 PACKAGE = Path(inductor_ext.__file__).parent
 FEATURES = ("attention", "gathers", "casts", "scan", "mlstm")
-#: What any part may import: the door to torch, and the options as the user wrote them.
+#: The modules that any part may import: the interface to torch, and the options.
 FOUNDATION = {"torch_api", "options"}
 
 

@@ -9,8 +9,8 @@ def compiled(**kwargs):
 
 
 def test_ours_and_inductors_are_split():
-    own, theirs = split({"strict": True, "disable": ["score_mods"], "max_autotune": True, "triton.cudagraphs": False})
-    assert own == Options(strict=True, disable=frozenset({"score_mods"}))
+    options, theirs = split({"strict": True, "disable": ["score_mods"], "max_autotune": True, "triton.cudagraphs": False})
+    assert options == Options(strict=True, disable=frozenset({"score_mods"}))
     assert theirs == {"max_autotune": True, "triton.cudagraphs": False}
 
 

@@ -18,7 +18,7 @@ def graph():
     return GraphModule({}, made)
 
 
-def cosine(gm, own):
+def cosine(gm, options):
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.sin)
     node.target = torch.cos
 
@@ -36,7 +36,7 @@ def test_a_disabled_pass_is_not_run():
 
 
 def test_a_pass_that_breaks_a_graph_is_found_at_once():
-    def broken(gm, own):
+    def broken(gm, options):
         (node,) = gm.graph.find_nodes(op="call_function", target=torch.sin)
         node.args = (Graph().placeholder("of another graph"),)
 

@@ -1,4 +1,4 @@
-"""Run one of PyTorch's own test files with gradfuse in the place of Inductor.
+"""Run one of PyTorch's own test files with gradfuse instead of Inductor.
 
     python -m tests.upstream ~/pytorch/test/inductor/test_flex_attention.py -k TestLearnableBiases
 

@@ -1,8 +1,8 @@
 """Lowering of ``flex_attention_backward`` onto ``flex_backward.py.jinja``.
 
-The joint graph of the score_mod is taken apart into the gradient of the score and the contributions to each captured
-gradient; the template gets each contribution's value, offset and bounds as subgraphs of their own, and
-captured_gradients.py says how each is reduced. Captured gradients are accumulated in fp32 and cast once.
+The joint graph of the score_mod is split into the gradient of the score and the contributions to each captured gradient.
+The template gets the value, the offset and the bounds of each contribution as separate subgraphs, and captured.py decides
+how each is reduced. Captured gradients are accumulated in fp32 and cast once.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _SOURCE = load("attention/flex_backward", "attention/flex_tables", "attention/ki
 _template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
-def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering that replaces Inductor's. It falls back to ``stock``, and then records the reason."""
 
     def flex_attention_backward(*args: Any) -> Any:
         call = BackwardCall(*args)
@@ -72,21 +72,21 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             except NotUnderstood as error:
                 reason, where = str(error), user_line(error.node) or where
         if joint is None:
-            leave_to_stock(own.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
+            leave_to_stock(options.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
             return stock(*args)
         try:
-            return _lower(own, joint, call)
+            return _lower(options, joint, call)
         except NotInOrder:
             raise RuntimeError(
-                "gradfuse: deterministic gradients were asked for, but the gradient of a tensor captured by this "
-                f"score_mod can only be accumulated with atomics ({where}): its index depends on the score. "
+                "gradfuse cannot compute deterministic gradients here: the gradient of a tensor captured by this score_mod "
+                f"can only be accumulated with atomics, because its index depends on the score ({where}). "
                 "Detach the tensor, index it with positions, or compile without deterministic."
             ) from None
 
     return flex_attention_backward
 
 
-def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     node = V.graph.current_node
     if call.grad_out is None:
         size = [*call.query.get_size()[:3], call.value.get_size()[-1]]
@@ -107,25 +107,25 @@ def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, An
         device,
         call.captured,
         tables,
-        tma_allowed=_tma_allowed(own, device, call.kernel_options),
-        in_order=own.deterministic,
+        tma_allowed=_tma_allowed(options, device, call.kernel_options),
+        in_order=options.deterministic,
     )
-    one_pass = _one_pass(own, call, captured)
+    one_pass = _one_pass(options, call, captured)
     grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
     full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(call.mask, device)
     inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
     inputs += [call.mask.kv_num_blocks, call.mask.kv_indices, call.mask.q_num_blocks, call.mask.q_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks]
 
-    options = common.template_options(call)
-    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
-    options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
-    options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
-    options.update(tables.options())
-    options["ONE_PASS"] = one_pass
-    options["TMA_ADDS"] = one_pass and Target.of(device).tma and options["QK_HEAD_DIM"] % 4 == 0
+    template_options = common.template_options(call)
+    template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
+    template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
+    template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
+    template_options.update(tables.options())
+    template_options["ONE_PASS"] = one_pass
+    template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and template_options["QK_HEAD_DIM"] % 4 == 0
     inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
-    tilings = _tilings(call, options, captured)
+    tilings = _tilings(call, template_options, captured)
     captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
     for tiled in tilings:
@@ -157,17 +157,17 @@ def _lower(own: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any, An
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
     if one_pass:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
-    note = f"{'one pass' if one_pass else 'two passes'}; {captured.note}"
+    note = f"the gradients take {'one pass' if one_pass else 'two passes'}; {captured.note}"
     reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
     return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 
 def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
-    """The layout of dK, and the buffers of dV and dQ.
+    """Return the layout of dK, and the buffers of dV and dQ.
 
-    A batch of 1 in key and value is broadcast: their gradients are computed for each batch element and summed afterwards. In
-    one pass dQ is added up in fp32 memory.
+    If key and value have a batch of 1, they are broadcast, and their gradients are computed for each batch element and
+    summed afterwards. In one pass, dQ is accumulated in fp32 in memory.
     """
     device, dtype = call.query.get_device(), call.query.get_dtype()
     batch = call.query.get_size()[0]
@@ -180,23 +180,23 @@ def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
     return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)
 
 
-def _tilings(call: BackwardCall, options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
-    """The template's options with each choice of tiles: one, or stock's list under max-autotune."""
+def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
+    """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune."""
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
-    _, configs = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
         form = {
-            "head_dim": options["QK_HEAD_DIM_ROUNDED"],
-            "one_pass": options["ONE_PASS"],
-            "mask_mod": not options["TRIVIAL_MASK_MOD"],
+            "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
+            "one_pass": template_options["ONE_PASS"],
+            "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
-    return list(common.tile_choices(options, "bwd", configs, tiles, captured.tallest_tile))
+    return list(common.tile_choices(template_options, "bwd", configs, tiles, captured.tallest_tile))
 
 
 def _delta(call: BackwardCall) -> Any:
-    """rowsum(out ∘ grad_out) in fp32, less the gradient of the logsumexp (which the caller has in base 2)."""
+    """Compute rowsum(out ∘ grad_out) in fp32, minus the gradient of the logsumexp (which the caller has in base 2)."""
     out, grad = (lowerings[torch.ops.prims.convert_element_type](x, torch.float32) for x in (call.out, call.grad_out))
     delta = lowerings[aten.sum](lowerings[aten.mul](out, grad), axis=-1)
     if call.grad_logsumexp is not None:
@@ -225,15 +225,15 @@ def _grad_score(
     return buffer
 
 
-#: Widest head for which five matmuls with dQ in memory beat seven with dQ in registers, and the same with a strip's tiles to
-#: add besides (benchmarks/NOTES.md).
+#: The widest head for which one pass (five matmuls, dQ in memory) is faster than two (seven matmuls, dQ in registers). The
+#: second number holds if tiles are also added to a strip (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
 
 
-def _one_pass(own: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
-    """Whether dQ is reduced in memory; ``kernel_options={"bwd_ONE_PASS": ...}`` decides it."""
-    if own.deterministic:
+def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
+    """Return whether dQ is reduced in memory. ``kernel_options={"bwd_ONE_PASS": ...}`` overrides the default."""
+    if options.deterministic:
         return False
     wanted = call.kernel_options.get("bwd_ONE_PASS", call.kernel_options.get("ONE_PASS"))
     if wanted is not None:
@@ -241,11 +241,11 @@ def _one_pass(own: Options, call: BackwardCall, captured: CapturedGradients) -> 
     half = call.query.get_dtype().itemsize == 2
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     fits = V.graph.sizevars.guard_int(call.query.get_size()[-1]) <= widest
-    suits = captured.has_strips or not captured.sums_along_keys
-    return half and fits and suits and Target.of(call.query.get_device()).family != "ampere"
+    worthwhile = captured.has_strips or not captured.sums_along_keys
+    return half and fits and worthwhile and Target.of(call.query.get_device()).family != "ampere"
 
 
-def _tma_allowed(own: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
-    """Whether whole tiles may be added in memory by TMA: not where the user asks for tiles taller than a strip."""
+def _tma_allowed(options: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:
+    """Return whether TMA may add whole tiles in memory. It may not if the user asks for tiles taller than a strip."""
     short = all(size <= STRIP_ROWS for name, size in kernel_options.items() if name.endswith(("BLOCK_M1", "BLOCK_M2")))
-    return Target.of(device).tma and not own.deterministic and short
+    return Target.of(device).tma and not options.deterministic and short

@@ -1,8 +1,9 @@
-"""Indices that cannot leave a tensor.
+"""Keep the indices of a score_mod inside its tensors.
 
-A score_mod may be evaluated at positions that the mask removes (``band[h, q - k]`` under a window mask), so an index is
-made safe before it becomes an address: negative values wrap, as in eager indexing, and what is still outside is clamped
-for a read and masked for a write. An index that *is* one of b, h, q, k over a dim at least as long needs neither.
+A score_mod may be evaluated at positions that the mask removes (``band[h, q - k]`` under a window mask), so every index is
+made safe before it becomes an address. Negative values wrap, as in eager indexing. An index that is still outside is
+clamped for a read and masked for a write. An index that *is* one of b, h, q, k, over a dim that is at least as long, needs
+neither.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from .captured_grads import constant_of, shape_of
 aten = torch.ops.aten
 
 
-#: An integer interval, both ends included; None is unbounded.
+#: An integer interval that includes both ends. None means that an end is unbounded.
 Interval = tuple[int | None, int | None]
 UNBOUNDED: Interval = (None, None)
 
 
 def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | None = None) -> Interval:
-    """The range of an integer scalar of a score_mod graph, by interval arithmetic over its FX nodes.
+    """Return the range of an integer scalar of a score_mod graph, by interval arithmetic over its FX nodes.
 
-    ``extents`` gives the lengths of the ranges of b, h, q and k. What is not understood, or symbolic, is unbounded.
+    ``extents`` gives the lengths of the ranges of b, h, q and k. A node that is symbolic, or for which there is no rule, is
+    unbounded.
     """
     known = {} if known is None else known
     constant = constant_of(node)
@@ -51,7 +53,7 @@ def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Inte
     if rule is None or node.kwargs.get("alpha", 1) != 1:
         return bounds
     low, high = rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
-    # What does not fit wraps, and may then be anything.
+    # A value that does not fit wraps, so the result may be any value of the dtype.
     fits = low is not None and high is not None and bounds[0] <= low and high <= bounds[1]
     return (low, high) if fits else bounds
 
@@ -142,7 +144,7 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
 
 
 def in_range(index: Node | int, size: Any, extents: dict[Node, Any]) -> bool:
-    """Whether ``0 <= index < size`` holds for every element, ``extents`` giving the range of b, h, q and k."""
+    """Return whether ``0 <= index < size`` is proven. ``extents`` gives the lengths of the ranges of b, h, q and k."""
     if index in extents:
         return statically_known_true(extents[index] <= size)
     low, high = interval(index, extents)
@@ -154,11 +156,11 @@ def safe_reads(
     extents: dict[Node, Any],
     make_safe: Callable[[Node, Any], Node],
 ) -> None:
-    """Replace, in place, every tensor index of a read that could be out of range by ``make_safe(index, size)``."""
+    """Replace every tensor index of a read that could be out of range by ``make_safe(index, size)``. Changes ``module``."""
     graph = module.graph
 
     def as_is(index: Any, size: Any) -> bool:
-        # A constant goes through make_safe as well: under vmap it must become a tensor of the tile like its neighbours.
+        # A constant goes through make_safe too: under vmap it must become a tensor of the tile, as the other indices are.
         if index is None or shape_of(index) != ():
             return True
         return constant_of(index) is None and in_range(index, size, extents)
@@ -172,23 +174,23 @@ def safe_reads(
 
 
 def call(graph: torch.fx.Graph, target: Any, *args: Any, like: Node, dtype: torch.dtype | None = None) -> Node:
-    """A new scalar op with the metadata of ``like`` (and another dtype)."""
+    """Insert a scalar op with the metadata of ``like``, and with another dtype if one is given."""
     node = graph.call_function(target, args)
     node.meta["val"] = like.meta["val"].to(dtype) if dtype else like.meta["val"]
     return node
 
 
 def wrap_negative(graph: torch.fx.Graph, index: Node, size: Any) -> Node:
-    """``index + size where index < 0``, as eager indexing counts from the end."""
+    """Add ``size`` to a negative ``index``, because eager indexing counts negative indices from the end."""
     negative = call(graph, aten.lt.Scalar, index, 0, like=index, dtype=torch.bool)
     shifted = call(graph, aten.add.Tensor, index, size, like=index)
     return call(graph, aten.where.self, negative, shifted, index, like=index)
 
 
 def clamp(graph: torch.fx.Graph, index: Node, size: Any, operand: Any, bounds: Interval = UNBOUNDED) -> Node:
-    """``index`` wrapped and clamped into ``[0, size)``, without the steps that ``bounds`` of the index make needless.
+    """Wrap and clamp ``index`` into ``[0, size)``, without the steps that the index does not need within its ``bounds``.
 
-    ``operand`` is the size as the graph's ops take it: an int, or the sympy expression of a symbolic one.
+    ``operand`` is the size in the form that the graph's ops take: an int, or the sympy expression of a symbolic size.
     """
     low, high = bounds
     if low is None or low < 0:

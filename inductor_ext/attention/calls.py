@@ -1,4 +1,4 @@
-"""The operands of the flex_attention ops by name, from a node of a graph or from a lowering's arguments."""
+"""The operands of the flex_attention ops by name. They come from a node of a graph or from the arguments of a lowering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..torch_api.ir import realize
 
 
 class _Call:
-    """What both calls have in common: they are made of operands in the order of the op."""
+    """The base of both calls. Their fields are the operands in the order of the op."""
 
     def operands(self) -> tuple[Any, ...]:
         """The operands in the order of the op."""
@@ -21,11 +21,11 @@ class _Call:
 
     @property
     def mask(self) -> FlexBlockMask:
-        """The block mask with names for its parts."""
+        """The parts of the block mask by name."""
         return FlexBlockMask.of(self.block_mask)
 
     def realized(self, *names: str) -> Any:
-        """The same call of IR nodes, those in ``names`` and all that is captured or in the block mask in buffers."""
+        """Return the same call of IR nodes, after realizing those in ``names``, the captured tensors and the block mask."""
         mask = self.mask
         given = dict(zip(names, realize([getattr(self, name) for name in names]), strict=True))
         return dataclasses.replace(
@@ -41,8 +41,8 @@ class _Call:
 class ForwardCall(_Call):
     """The operands of ``flex_attention``.
 
-    score_mod: the node that names its graph, or the graph itself in a lowering. captured, mask_captured: the tensors that
-    score_mod and mask_mod read.
+    score_mod: the node that refers to its graph, or in a lowering the graph itself. captured, mask_captured: the tensors
+    that score_mod and mask_mod read.
     """
 
     query: Any
@@ -57,7 +57,7 @@ class ForwardCall(_Call):
 
     @classmethod
     def of(cls, node: Node) -> ForwardCall:
-        """The operands of a node, as they stand in its graph."""
+        """Return the operands of a node of a graph."""
         return cls(*node.args)
 
 
@@ -65,8 +65,8 @@ class ForwardCall(_Call):
 class BackwardCall(_Call):
     """The operands of ``flex_attention_backward``.
 
-    These are the forward's, its results, their gradients (None where there is none) and the joint graph of the score_mod.
-    ``logsumexp`` is in base 2.
+    They are the operands of the forward, its results, the gradients of the results (None if there is no gradient) and the
+    joint graph of the score_mod. ``logsumexp`` is in base 2.
     """
 
     query: Any
@@ -86,11 +86,11 @@ class BackwardCall(_Call):
 
     @classmethod
     def of(cls, node: Node) -> BackwardCall:
-        """The operands of a node, as they stand in its graph."""
+        """Return the operands of a node of a graph."""
         return cls(*node.args)
 
 
 def lengths(node: Node) -> list[Any]:
-    """How many values b, h, q and k take in a node of either op that was traced with fake tensors."""
+    """Return the numbers of values of b, h, q and k, for a node of either op that was traced with fake tensors."""
     query, key = (node.args[i].meta["val"] for i in (0, 1))
     return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]

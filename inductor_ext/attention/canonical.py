@@ -1,7 +1,7 @@
-"""score_mods that stock refuses, rewritten on Dynamo's graph into ones that every stage below understands.
+"""Rewrite score_mods that stock refuses into ones that all later stages understand. This pass works on Dynamo's graph.
 
-Dynamo hands us ``flex_attention(q, k, v, score_mod, block_mask, ..., captured, mask_captured)`` with the score_mod as a
-small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its value and its gradient:
+Dynamo gives us ``flex_attention(q, k, v, score_mod, block_mask, ..., captured, mask_captured)`` with the score_mod as a
+small FX graph of ``getitem``, ``add``, ``where`` and so on. Each of these rules keeps its value and its gradient:
 
     in-place operations      x.mul_(2); no_grad regions  -> x * 2; detached values
     a lookup by embedding    embedding(i, table)         -> table[i]
@@ -11,7 +11,7 @@ small FX graph of ``getitem``, ``add``, ``where``. Each rule below keeps its val
     unused captures          _ = w[h]; return score      -> not captured at all
     no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
 
-and the logsumexp is asked for wherever a gradient will need it (the front end forgets it for CPU tensors).
+The pass also requests the logsumexp if a gradient will need it, because the front end does not do that for CPU tensors.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .score_mod import ScoreMod
 NAME = "score_mods"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
-    """Rewrite, in place, every flex_attention of a Dynamo graph."""
+def rewrite(gm: GraphModule, options: Options) -> None:
+    """Rewrite every flex_attention of a Dynamo graph in place."""
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
-        _rewrite_node(gm, node, own)
+        _rewrite_node(gm, node, options)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     captured = list(call.captured)
     module = getattr(gm, call.score_mod.target)
@@ -65,8 +65,8 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
             _connect_score(graph, done)
             new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     except Impure as error:
-        why = f"the score_mod is left as it is: {error}"
-        leave_to_stock(own.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
+        why = f"the score_mod is left as it is, because {error}"
+        leave_to_stock(options.strict, NAME, "flex_attention", why, user_line(node), "Write it without in-place operations.")
 
     kernel_options = dict(call.kernel_options)
     if not kernel_options.get("OUTPUT_LOGSUMEXP") and needs_grad([call.query, call.key, call.value, *captured]):
@@ -78,7 +78,7 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
 
 
 def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
-    """Add ``module`` beside the score_mod it replaces (which other nodes may share) and refer to it."""
+    """Add ``module`` beside the score_mod that it replaces, which other nodes may share, and return a node for it."""
     fresh, i = f"{name}_gradfuse", 0
     while hasattr(gm, fresh):
         i += 1
@@ -88,23 +88,23 @@ def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
 
 
 def fake_tensor(node: Any) -> Any:
-    """The fake tensor of a Dynamo node, None for anything else."""
+    """Return the fake tensor of a Dynamo node, or None for anything else."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def needs_grad(operands: list[Any]) -> bool:
-    """Whether a gradient will be asked for through any of these Dynamo nodes."""
+    """Return whether any of these Dynamo nodes may need a gradient."""
     return torch.is_grad_enabled() and any(fake_tensor(o) is not None and fake_tensor(o).requires_grad for o in operands)
 
 
 def placeholders(graph: Graph) -> list[Node]:
-    """The inputs of a graph."""
+    """Return the inputs of a graph."""
     return list(graph.find_nodes(op="placeholder"))
 
 
 def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
-    """An index as a tuple of scalars (0-d tensors and ints), None where it is anything else."""
+    """Return an index as a tuple of scalars (0-d tensors and ints), or None if it is anything else."""
     indices = index if isinstance(index, tuple) else (index,)
     for i in indices:
         scalar = isinstance(i, int) and not isinstance(i, bool)
@@ -116,7 +116,7 @@ def _scalar_indices(index: Any) -> tuple[Any, ...] | None:
 
 
 def _lookups(graph: Graph, done: list[str]) -> None:
-    """``embedding(i, table)`` is ``table[i]``, unless it pads or renormalises."""
+    """Replace ``embedding(i, table)`` by ``table[i]``, unless it pads or renormalises."""
     for node in list(graph.find_nodes(op="call_function", target=torch.nn.functional.embedding)):
         index, table, *rest = node.args
         if not any(x not in (None, False) for x in (*rest[:2], *rest[3:], *_without_defaults(node.kwargs))):
@@ -125,7 +125,7 @@ def _lookups(graph: Graph, done: list[str]) -> None:
             read.meta = dict(node.meta)
             node.replace_all_uses_with(read)
             graph.erase_node(node)
-            done.append("embedding read as an index")
+            done.append("an embedding lookup is now an index")
 
 
 def _without_defaults(kwargs: dict[str, Any]) -> list[Any]:
@@ -140,13 +140,13 @@ def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
             if first is None or second is None:
                 break
             outer.args = (inner.args[0], (*first, *second))
-            done.append("nested indexing flattened")
+            done.append("nested indices are now one index")
             inner = outer.args[0]
     graph.eliminate_dead_code()
 
 
 def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[Any]:
-    """Detach the captured tensors that no gradient reaches: stock's joint graph would have a gradient of None for them."""
+    """Detach the captured tensors that no gradient reaches, because their gradient in stock's joint graph would be None."""
     learned: set[Node] = set()
     pending = list(graph.find_nodes(op="output")[0].all_input_nodes)
     while pending:
@@ -166,7 +166,7 @@ def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[A
 
 
 def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
-    """Move what depends on captured tensors alone out of the score_mod, as new operands."""
+    """Move values that depend only on captured tensors out of the score_mod. They become new operands."""
     inputs = ScoreMod.of(graph)
     of_a_score = {inputs.score, *inputs.positions}
     operands = dict(zip(inputs.captured, captured, strict=True))
@@ -194,7 +194,7 @@ def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: l
         operand.meta = {**root.meta, "example_value": _wide(fake_tensor(root))}
         captured = [*captured, outside(root)]
         root.replace_all_uses_with(operand)
-        done.append(f"{root.format_node().split(' : ')[0].lstrip('%')} computed outside")
+        done.append(f"{root.format_node().split(' : ')[0].lstrip('%')} is computed outside the score_mod")
     graph.eliminate_dead_code()
     return captured
 
@@ -204,13 +204,13 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(outer: Inserter, operand: Any) -> Any:
-    """A half-precision operand in fp32: inside a kernel it would have been computed with in fp32 too."""
+    """Cast a half-precision operand to fp32, in which a kernel would have computed with it too."""
     value = fake_tensor(operand)
     return outer.method("float", operand) if value is not None and _wide(value) is not value else operand
 
 
 def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]:
-    """Remove captured tensors that a score_mod does not read; return the others."""
+    """Remove the captured tensors that a score_mod does not read, and return the others."""
     kept = []
     for placeholder, operand in zip(ScoreMod.of(graph).captured, captured, strict=True):
         if placeholder.users:
@@ -218,7 +218,7 @@ def drop_unused(graph: Graph, captured: list[Any], done: list[str]) -> list[Any]
         else:
             graph.erase_node(placeholder)
             if fake_tensor(operand) is not None and fake_tensor(operand).requires_grad:
-                done.append("unused capture dropped")
+                done.append("a captured tensor that is not used is dropped")
     return kept
 
 
@@ -237,13 +237,13 @@ def _index_scalars(outer: Inserter, graph: Graph, captured: list[Any], query: No
             element.meta = dict(placeholder.meta)
             placeholder.replace_all_uses_with(element, delete_user_cb=lambda user, new=element: user is not new)
             placeholder.meta = dict(operand.meta)
-            done.append("0-d capture indexed")
+            done.append("a captured 0-d tensor is now a vector that is indexed")
         result.append(operand)
     return result
 
 
 def _connect_score(graph: Graph, done: list[str]) -> None:
-    """Make an output that does not depend on the score formally depend on it, without changing value or gradient."""
+    """Make an output formally depend on the score if it does not. Its value and its gradient do not change."""
     inputs = ScoreMod.of(graph)
     output = graph.find_nodes(op="output")[0]
     reached = {inputs.score}
@@ -256,4 +256,4 @@ def _connect_score(graph: Graph, done: list[str]) -> None:
         always = graph.call_function(operator.ge, (inputs.q, 0))
         connected = graph.call_function(torch.where, (always, output.args[0], inputs.score))
     output.args = (connected,)
-    done.append("output without the score connected to it")
+    done.append("the output, which did not depend on the score, now formally depends on it")

@@ -1,13 +1,13 @@
-"""How the gradients of captured tensors are reduced: one plan for each contribution, one buffer for each tensor.
+"""Plan how the gradients of captured tensors are reduced: one plan for each contribution, one buffer for each tensor.
 
-place of a contribution                   plan
-every element has one writer              STORE    in the tensor's own dtype; no zeros where there is no mask, no cast
-a diagonal                                STRIP    whole tiles by TMA into a skewed strip, folded afterwards
-                                          DIAGONAL summed along the diagonals of a tile, where there is no TMA
-a pair of positions                       BLOCK    whole tiles added by TMA, where there is TMA
-does not depend on the query or the key   SUM      in registers, along the axes it does not depend on
+index of a contribution                   plan
+every element has one writer              STORE    stored in the tensor's dtype, so no cast; no zeros if there is no mask
+a diagonal                                STRIP    TMA adds whole tiles to a skewed strip, which is folded afterwards
+                                          DIAGONAL without TMA: summed along the diagonals of a tile
+a pair of positions                       BLOCK    with TMA: whole tiles are added
+does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
 anything else                             SCATTER  one fp32 add for each score
-any of these, deterministic               PARTIAL  into a workspace, summed afterwards (deterministic_gradients.py)
+any of these, deterministic               PARTIAL  stored into a workspace, which is summed afterwards (deterministic.py)
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ aten = torch.ops.aten
 
 
 class NotInOrder(Exception):
-    """A contribution whose place depends on the score itself, so that only atomics in the kernel can reduce it."""
+    """The index of a contribution depends on the score itself, so only atomics in the kernel can reduce it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One contribution: how it goes to memory.
+    """How one contribution goes to memory.
 
-    owner: which captured tensor it belongs to. axes: which of b, h, q, k its place depends on. plain: the place is
-    positions and constants. checked: it may be out of bounds. table: what the tensor is, where it is read by tile. wide:
-    the tensor has four bytes an element or more. address: computes the place, where a workspace is scattered afterwards.
+    owner: the number of the captured tensor to which it belongs. axes: the axes of b, h, q, k on which its index depends.
+    plain: the index consists of positions and constants. checked: the index may be out of bounds. table: the table that the
+    tensor is, if it is read by tile. wide: the tensor has at least four bytes for each element. address: the graph that
+    computes the offset, if a workspace is scattered afterwards.
     """
 
     owner: int
@@ -62,11 +63,11 @@ class Plan:
 
     @property
     def as_vector(self) -> bool:
-        """Whether the tensor is a table of which a tile reads one vector."""
+        """Whether the tensor is a table of which each tile reads one vector."""
         return self.table is not None and self.table.kind.as_vector
 
     def seen_by_template(self, number: int) -> TemplateContribution:
-        """The contribution as number ``number`` of its kernel."""
+        """Return the contribution as the template sees it; ``number`` is its number in the kernel."""
         adds = self.reduction.name.lower()
         if self.moved_by_tma:
             adds = Reduction.BLOCK.name.lower()
@@ -93,9 +94,9 @@ class Plan:
 class TemplateContribution:
     """A contribution as the backward template sees it.
 
-    adds: the reduction whose macro adds a tile of it. kind: that of its table, "" where it has none. by_batch, by_head,
-    by_query, by_key: what its offset depends on. checked: it may be out of bounds. one_writer: stored, not added. partial:
-    stored into a workspace.
+    adds: the reduction whose macro adds a tile of it. kind: the kind of its table, or "" if it has no table. by_batch,
+    by_head, by_query, by_key: whether its offset depends on each of these. checked: the offset may be out of bounds.
+    one_writer: it is stored and not added. partial: it is stored into a workspace.
     """
 
     number: int
@@ -114,10 +115,10 @@ class TemplateContribution:
 class CapturedGradients:
     """The gradients of one flex_attention's captured tensors.
 
-    ranges: b, h, q, k of the joint graph with their extents. plans, inlined: the contributions, and value, offset and
-    in_bounds of each as subgraphs, flat. learned: which captured tensors need a gradient. targets: the buffer that the
-    kernel writes for each plan. buffers: for each captured tensor the gradient to be, None where it needs none, or where its
-    plans have workspaces instead. Both are empty until they are allocated.
+    ranges: b, h, q, k of the joint graph with their extents. plans: the contributions. inlined: the subgraphs for value,
+    offset and in_bounds of each, in one flat list. learned: whether each captured tensor needs a gradient. targets: the
+    buffer that the kernel writes for each plan. buffers: for each captured tensor the buffer that becomes its gradient, or
+    None if it needs no gradient, or if its plans have workspaces instead. Both are empty until they are allocated.
     """
 
     ranges: dict[Node, Any]
@@ -129,13 +130,13 @@ class CapturedGradients:
 
     @property
     def lengths(self) -> tuple[Any, Any]:
-        """How many queries and keys there are."""
+        """The numbers of queries and keys."""
         _, _, queries, keys = self.extents
         return queries, keys
 
     @property
     def extents(self) -> list[Any]:
-        """The lengths of b, h, q and k, as Inductor counts them."""
+        """The lengths of b, h, q and k as Inductor's expressions."""
         return [subgraphs.expression(n) for n in self.ranges.values()]
 
     @property
@@ -145,28 +146,28 @@ class CapturedGradients:
 
     @property
     def note(self) -> str:
-        """For the report."""
+        """The sentence for the report."""
         how = [plan.reduction.value for plan in self.plans]
-        return f"{len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "")
+        return f"there are {len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "")
 
     @property
     def wide_tiles(self) -> bool:
-        """Whether tiles of some captured tensor, four bytes an element, take part in the pipeline."""
+        """Whether tiles of some captured tensor with at least four bytes for each element take part in the pipeline."""
         return any(all(plan.axes[2:]) and plan.wide and not plan.as_vector for plan in self.plans)
 
     @property
     def gathers(self) -> bool:
-        """Whether some contribution is one add for each score, at a place that has to be computed."""
+        """Whether some contribution is one add for each score, at an index that has to be computed."""
         return any(plan.reduction is Reduction.SCATTER and not plan.plain for plan in self.plans)
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether blocks of a table of pairs are moved by TMA."""
+        """Whether TMA moves blocks of a table of pairs."""
         return any(plan.moved_by_tma for plan in self.plans)
 
     @property
     def tallest_tile(self) -> int:
-        """The most queries a tile may hold: those of a strip's block."""
+        """The largest number of queries in a tile, which is limited by the block of a strip."""
         return STRIP_ROWS if self.has_strips else LARGEST_TILE
 
     @property
@@ -176,11 +177,11 @@ class CapturedGradients:
 
     @property
     def sums_along_keys(self) -> bool:
-        """Whether some contribution is one value a query, which query programs sum in registers."""
+        """Whether some contribution is one value for each query, which query programs sum in registers."""
         return any(plan.reduction is Reduction.SUM and plan.axes[2] for plan in self.plans)
 
     def options(self) -> dict[str, Any]:
-        """What the backward template goes through, and the shape of strips."""
+        """Return the contributions, over which the backward template iterates, and the shape of strips."""
         return {
             "CONTRIBUTIONS": Listed(plan.seen_by_template(number) for number, plan in enumerate(self.plans)),
             "STRIP_ROWS": STRIP_ROWS,
@@ -190,7 +191,7 @@ class CapturedGradients:
     def allocate(
         self, tensors: Sequence[Any], block_mask: FlexBlockMask, device: torch.device, tilings: Sequence[dict[str, Any]]
     ) -> None:
-        """Make the buffers that the kernel writes, for whichever of ``tilings`` will be chosen."""
+        """Allocate the buffers that the kernel writes. They are large enough for each of ``tilings``."""
         extents = self.extents
         unmasked = common.is_unmasked(block_mask)
         targets: dict[int, Any] = {}
@@ -221,7 +222,7 @@ class CapturedGradients:
         return full(size, 0, torch.float32, device)
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The gradients, in the captured tensors' own dtypes: rounded once, here."""
+        """Return the gradients in the dtypes of the captured tensors. This is the only rounding."""
         results = []
         for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
             total = buffer
@@ -237,12 +238,12 @@ class CapturedGradients:
         return tuple(results)
 
     def _in_order(self, plan: Plan, target: Any, tensor: Any, tensors: Sequence[Any]) -> Any:
-        """The gradient that a workspace of partial sums adds up to."""
+        """Sum a workspace of partial sums to a gradient."""
         if plan.as_vector:
             return plan.table.kind.total(target, plan.axes)
         total = deterministic.summed(target, plan.axes)
         if plan.plain:
-            return deterministic.placed(total, plan.contribution, self.ranges, tensor.get_size())
+            return deterministic.with_indices(total, plan.contribution, self.ranges, tensor.get_size())
         return deterministic.scattered(total, plan.axes, plan.address, tensors, tensor.get_size())
 
 
@@ -258,8 +259,8 @@ def plan_gradients(
 ) -> CapturedGradients:
     """Plan every contribution of a flex_attention_backward node and lower its subgraphs.
 
-    ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: no atomics; raises
-    NotInOrder where that cannot be.
+    ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: use no atomics. Raises
+    NotInOrder if that is impossible.
     """
     inputs = ScoreMod.of_joint(joint.module.graph)
     result = CapturedGradients(inputs.ranges(lengths(node)))
@@ -291,7 +292,7 @@ def plan_gradients(
 
 
 def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Reduction:
-    """How a contribution with several writers is added in memory."""
+    """Return how a contribution with several writers is added in memory."""
     if table is not None:
         return table.kind.reduction(tma_allowed, lengths)
     return Reduction.SCATTER if all(axes[2:]) else Reduction.SUM
@@ -307,7 +308,7 @@ def _inline(
     captured: Sequence[Any],
     tables: TileTables,
 ) -> bool:
-    """Lower value, offset and in_bounds of a contribution; whether in_bounds is to be asked."""
+    """Lower the value, the offset and in_bounds of a contribution. Returns whether in_bounds has to be checked."""
     value = returning(joint.module, [contribution.value])
     address, checked = score_graphs.address(joint.module, contribution, shape, result.ranges)
     for module in (value, address):
@@ -319,9 +320,10 @@ def _inline(
 
 
 def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
-    """Whether every element of a gradient of ``shape`` gets one value, of one score: ``t[b, h, q, k]`` in any order.
+    """Return whether every element of a gradient of ``shape`` gets one value from one score: ``t[b, h, q, k]`` in any order.
 
-    Both positions are among the indices, even of one query or key: what is not indexed by them is summed, and added.
+    Both positions must be among the indices, even if there is only one query or key. A tensor that they do not index has
+    a gradient that is summed and added.
     """
     if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
         return False

@@ -1,10 +1,10 @@
-"""What the gradient of a score_mod's captured tensors is made of.
+"""Split the gradients of a score_mod's captured tensors into contributions.
 
-AOTAutograd hands us the *joint graph* of a score_mod: a graph over one score element that returns the gradient of the
-score and, for each captured tensor, a tensor-shaped gradient built from ``zeros_and_scatter(shape, indices, value)``.
-Nothing tensor-shaped can be computed inside an attention kernel, but nothing has to be: each gradient is a sum of
-**contributions**, and a contribution is a scalar ``value`` added at scalar ``indices``. What is done with it (an atomic
-add, a reduction, a store) is for the kernel to choose.
+AOTAutograd gives us the *joint graph* of a score_mod. It is a graph over one score, and returns the gradient of the score
+and, for each captured tensor, a gradient tensor that is built from ``zeros_and_scatter(shape, indices, value)``. An
+attention kernel cannot compute such tensors, but it does not have to. Each gradient is a sum of **contributions**, and a
+contribution is a scalar ``value`` that is added at scalar ``indices``. The kernel chooses how it does that: by an atomic
+add, a reduction, or a store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
 class NotUnderstood(Exception):
-    """A gradient that is not a sum of scalar contributions; ``node`` is the FX node that is in the way."""
+    """A gradient is not a sum of scalar contributions. ``node`` is the FX node that is the cause."""
 
     def __init__(self, node: Node, why: str) -> None:
         super().__init__(why)
@@ -42,9 +42,10 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True)
 class Contribution:
-    """``gradient[indices] += value`` for every (b, h, q, k); both are scalar nodes of the joint graph.
+    """``gradient[indices] += value`` for every (b, h, q, k).
 
-    ``indices`` has one entry (node or int) for each dim of the captured tensor, and none for a 0-d tensor.
+    ``value`` is a scalar node of the joint graph. ``indices`` has one scalar node or int for each dim of the captured
+    tensor, so it is empty for a 0-d tensor.
     """
 
     value: Node
@@ -53,10 +54,10 @@ class Contribution:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A joint graph taken apart.
+    """A joint graph that is split into contributions.
 
-    grad_score: node of the gradient of the score, None where the score needs none.
-    captured: for each captured tensor its contributions, or None where it needs no gradient.
+    grad_score: the node of the gradient of the score, or None if the score needs no gradient.
+    captured: for each captured tensor its contributions, or None if it needs no gradient.
     """
 
     module: GraphModule
@@ -65,12 +66,12 @@ class JointGraph:
 
 
 def shape_of(node: Node) -> tuple[Any, ...]:
-    """The shape of the fake tensor a node was traced with."""
+    """Return the shape of the fake tensor with which a node was traced."""
     return tuple(node.meta["val"].shape)
 
 
 def output_nodes(graph: Graph) -> list[Any]:
-    """The nodes a graph returns, as a flat list."""
+    """Return the nodes that a graph returns, as a flat list."""
     (out,) = graph.find_nodes(op="output")[0].args
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
@@ -78,7 +79,7 @@ def output_nodes(graph: Graph) -> list[Any]:
 def take_apart(module: GraphModule) -> JointGraph:
     """Split a joint graph ``(score, b, h, q, k, grad_score, *captured) -> gradients`` into contributions.
 
-    Raises NotUnderstood where a captured gradient is not a sum of scatters of scalars.
+    Raises NotUnderstood if a captured gradient is not a sum of scatters of scalars.
     """
     # The positions are integers, so their gradients are None.
     grad_score, _b, _h, _q, _k, *captured = output_nodes(module.graph)
@@ -95,7 +96,7 @@ def _with_constants(contribution: Contribution) -> Contribution:
 
 
 def constant_of(index: Any) -> int | None:
-    """The integer that an index is where the score_mod was written with one (``table[h, 3]``), else None."""
+    """Return the integer that an index is, if the score_mod has a constant there (``table[h, 3]``), otherwise None."""
     while isinstance(index, Node) and index.target in _PASS_THROUGH:
         index = index.args[0]
     if isinstance(index, Node) and index.op == "get_attr":
@@ -118,7 +119,7 @@ def _contributions(node: Node) -> list[Contribution]:
         return _scattered(node)
     if shape_of(node) == ():
         return [Contribution(node, ())]
-    raise NotUnderstood(node, f"the gradient of a captured tensor passes through {node.target}")
+    raise NotUnderstood(node, f"the gradient of a captured tensor goes through {node.target}, so it is not a sum of scalars")
 
 
 def _scattered(node: Node) -> list[Contribution]:
@@ -127,12 +128,12 @@ def _scattered(node: Node) -> list[Contribution]:
         raise NotUnderstood(node, "a captured tensor is indexed by something that is not a scalar")
     if len(indices) == len(shape):
         return [Contribution(value, tuple(indices))]
-    # table[i] leaves a row; its gradient is again a scatter, table[i][j] in one step.
+    # table[i] is a row, and the gradient of the row is a scatter again. Both together are the scatter of table[i, j].
     return [Contribution(inner.value, (*indices, *inner.indices)) for inner in _contributions(value)]
 
 
 def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
-    """A copy of ``module`` with the same inputs that returns ``outputs`` (nodes of ``module``), dead code removed."""
+    """Return a copy of ``module`` without dead code, with the same inputs, that returns ``outputs`` (nodes of it)."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.graph_copy(module.graph, copies)
@@ -142,21 +143,24 @@ def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
 
 
 def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]:
-    """Which of b, h, q, k the indices of a contribution depend on; along the others its values may be summed first."""
+    """Return, for each of b, h, q, k, whether the indices of a contribution depend on it.
+
+    The values of the contribution may be summed first along the axes on which they do not depend.
+    """
     reached = _reached(contribution)
-    # An index made of the score or of its gradient differs everywhere.
+    # An index that is computed from the score or its gradient may be different for every score.
     everywhere = depends_on_score(module, contribution)
     return tuple(everywhere or position in reached for position in ScoreMod.of_joint(module.graph).positions)
 
 
 def depends_on_score(module: GraphModule, contribution: Contribution) -> bool:
-    """Whether the indices of a contribution are made of the score or of its gradient."""
+    """Return whether the indices of a contribution are computed from the score or from its gradient."""
     inputs = ScoreMod.of_joint(module.graph)
     return not _reached(contribution).isdisjoint((inputs.score, inputs.grad_score))
 
 
 def _reached(contribution: Contribution) -> set[Node]:
-    """All that the indices of a contribution are computed from."""
+    """Return all nodes from which the indices of a contribution are computed."""
     reached: set[Node] = set()
     stack = [i for i in contribution.indices if isinstance(i, Node)]
     while stack:

@@ -1,4 +1,4 @@
-"""What the forward and the backward lowering of flex_attention share: shapes, kernel options, tile sizes, block masks."""
+"""Functions for both lowerings of flex_attention: checks, template options, tile sizes, and block masks."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ from ..torch_api.sizes import FloorDiv, Mod, hint
 from . import descriptor
 from .calls import BackwardCall, ForwardCall
 
-#: The sparse block size that flex_attention makes up where there is no block mask.
+#: The sparse block size that flex_attention uses if there is no block mask.
 NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
-#: Decided by the lowering, whatever the user's kernel_options wish.
+#: The lowering sets these options, so the entries of the user's kernel_options are not passed to the template.
 _OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", descriptor.OPTION)
 
 
-#: What a user can do about a score_mod or mask_mod that has no kernel.
+#: The advice for a score_mod or mask_mod for which there is no kernel.
 ADVICE = "Index captured tensors with one scalar for each of their dims, or compute the expression outside the score_mod."
 
 
 def why_stock(call: ForwardCall | BackwardCall) -> str | None:
-    """Why a call goes to stock's lowering, or None where ours takes it."""
+    """Return the reason why a call goes to stock's lowering, or None if ours takes it."""
     device, kernel_options = call.query.get_device(), call.kernel_options
     if device.type != "cuda" and not (device.type == "cpu" and uses_triton_on_cpu()):
-        return f"device {device.type!r} has no gradfuse kernel"
+        return f"gradfuse has no attention kernel for the device {device.type!r}"
     if kernel_options.get("BACKEND", "AUTO") not in ("AUTO", "TRITON"):
         return f"kernel_options ask for BACKEND={kernel_options['BACKEND']!r}"
     dtypes = {x.get_dtype() for x in (call.query, call.key, call.value)}
     if len(dtypes) > 1 or not dtypes <= set(SUPPORTED_DTYPES):
-        return f"dtypes {sorted(map(str, dtypes))}"
+        found, supported = (sorted(map(str, x)) for x in (dtypes, SUPPORTED_DTYPES))
+        return f"query, key and value must have one dtype of {supported}, not {found}"
     return None
 
 
 def not_scalar(module: torch.fx.GraphModule) -> str | None:
-    """Why a score_mod or mask_mod cannot be inlined: the first op whose result is not a scalar, and the user's line."""
+    """Return why a score_mod or mask_mod cannot be inlined, or None.
+
+    The reason is the first op whose result is not a scalar, with the user's line.
+    """
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -52,7 +56,7 @@ def not_scalar(module: torch.fx.GraphModule) -> str | None:
 
 
 def check_head_dims(query: Any, value: Any) -> None:
-    """Raise, as stock does, for head dims under 16, which tl.dot does not take."""
+    """Raise the error that stock raises for head dims below 16, which tl.dot does not take."""
     dims = query.get_size()[-1], value.get_size()[-1]
     if any(V.graph.sizevars.evaluate_expr(sympy.Lt(d, 16)) for d in dims):
         raise NotImplementedError(
@@ -65,7 +69,7 @@ def _guarded(value: Any) -> Any:
 
 
 def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
-    """The options that both templates take, from the operands and from the user's ``kernel_options``."""
+    """Return the options for both templates, from the operands and from the user's ``kernel_options``."""
     sizevars, block_mask = V.graph.sizevars, call.mask
     _, query_heads, query_length, qk_dim = call.query.get_size()
     _, kv_heads, key_length, v_dim = call.value.get_size()
@@ -102,11 +106,12 @@ def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
 def tile_choices(
     options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str], tallest: int = LARGEST_TILE
 ) -> Iterator[dict[str, Any]]:
-    """One set of template options for each config whose tiles divide the sparse blocks.
+    """Yield one set of template options for each config whose tiles divide the sparse blocks.
 
-    ``direction`` is "fwd" or "bwd": kernel options with that prefix win, those with the other are dropped. ``tiles`` maps
-    the template's tile names to the config's attributes; a name with M tiles queries, one with N keys. Default tiles
-    shrink to fit small sparse blocks, and to ``tallest`` queries. Raises ValueError, as stock does, when nothing fits.
+    ``direction`` is "fwd" or "bwd". Kernel options with that prefix take precedence, and those with the other prefix are
+    dropped. ``tiles`` maps the template's tile names to the config's attributes; a name with M is a number of queries, and
+    one with N a number of keys. Default tiles are made smaller to fit small sparse blocks and to have at most ``tallest``
+    queries. Raises ValueError, as stock does, if nothing fits.
     """
     other = {"fwd": "bwd_", "bwd": "fwd_"}[direction]
     base = {k: v for k, v in options.items() if not k.startswith((f"{direction}_", other))}
@@ -138,18 +143,18 @@ def tile_choices(
 
 
 def _largest_divisor(block: int) -> int:
-    """The largest power of two that divides a sparse block size (at least 16, which tl.dot needs)."""
+    """Return the largest power of two that divides a sparse block size, but at least 16, which tl.dot needs."""
     return max(block & -block, 16)
 
 
 def is_unmasked(block_mask: FlexBlockMask) -> bool:
-    """Whether there is no block mask at all, so that every tile is visited."""
+    """Return whether there is no block mask at all, so that every tile is computed."""
     sizes = (block_mask.query_block_size, block_mask.key_block_size)
     return all(isinstance(n, int) and n >= NO_MASK_BLOCK_SIZE for n in sizes)
 
 
 def num_blocks_for_autotuning(indices: Any) -> Any:
-    """A generator of a representative ``*_num_blocks`` tensor: every block listed."""
+    """Return a function that makes a representative ``*_num_blocks`` tensor, in which every block is listed."""
 
     def generate(x: Any) -> torch.Tensor:
         size = [hint(s) for s in x.get_size()]
@@ -159,13 +164,13 @@ def num_blocks_for_autotuning(indices: Any) -> Any:
 
 
 def indices_for_autotuning(x: Any) -> torch.Tensor:
-    """A representative ``*_indices`` tensor: blocks in order."""
+    """Return a representative ``*_indices`` tensor, which lists the blocks in order."""
     size = [hint(s) for s in x.get_size()]
     return torch.arange(size[-1], dtype=x.get_dtype(), device=x.get_device()).expand(size).contiguous()
 
 
 def full_block_lists(block_mask: FlexBlockMask, device: torch.device) -> list[Any]:
-    """The four full-block operands, or four empty ones where the mask has none (the templates then do not read them)."""
+    """Return the four operands for full blocks; if there are none, four empty tensors, which the templates do not read."""
     lists = [
         block_mask.full_kv_num_blocks,
         block_mask.full_kv_indices,

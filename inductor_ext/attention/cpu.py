@@ -1,9 +1,9 @@
-"""flex_attention on CPU tensors as blocked dense math, forward and backward.
+"""Turn flex_attention on CPU tensors into blocked dense math, forward and backward.
 
-Runs on the forward and the backward graph after AOTAutograd, where the op and its backward stand as two nodes with the
-score_mod, its joint graph and the mask_mod as scalar graphs. Each node becomes ordinary ATen ops over one block of queries
-and a segment of keys, in loops over the blocks and over the segments that the block mask shows, which Inductor turns into
-C++: memory is linear in the length, and the backward recomputes the scores, as flash attention does.
+This pass runs on the forward and the backward graph after AOTAutograd. There, the op and its backward are two nodes, and the
+score_mod, its joint graph and the mask_mod are scalar graphs. Each node becomes ordinary ATen ops over one block of queries
+and one segment of keys, inside loops over the blocks and over the segments that the block mask shows. Inductor turns these
+loops into C++. Memory is linear in the length, and the backward recomputes the scores, as flash attention does.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .score_mod import ScoreMod
 NAME = "dense_attention"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
-    """Replace, in place, every flex_attention for training on CPU tensors, forward or backward."""
+def rewrite(gm: GraphModule, options: Options) -> None:
+    """Replace every flex_attention in training on CPU tensors, forward or backward. Changes ``gm``."""
     if uses_triton_on_cpu():
         return
     for op, expand in ((flex_attention_hop, _expand_forward), (flex_attention_backward_hop, _expand_backward)):
         for node in gm.graph.find_nodes(op="call_function", target=op):
             if node.args[0].meta["val"].device.type == "cpu":
-                expand(gm, node, own)
+                expand(gm, node, options)
 
 
-def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
+def _expand_forward(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     if not call.kernel_options.get("OUTPUT_LOGSUMEXP") and not call.kernel_options.get("OUTPUT_MAX"):
-        record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", user_line(node))
+        record(NAME, "flex_attention", STOCK, "inference needs no logsumexp", user_line(node))
         return
     attention = DenseAttention(
         score=scalar_graph(gm, call.score_mod, node, ScoreMod.of),
@@ -58,10 +58,16 @@ def _expand_forward(gm: GraphModule, node: Node, own: Options) -> None:
 
     operands = [call.query, call.key, call.value, *_blocks(call.mask), *call.captured, *call.mask_captured]
     replace_node(gm, node, operands, forward)
-    record(NAME, "flex_attention", "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} queries", user_line(node))
+    record(
+        NAME,
+        "flex_attention",
+        "blocked dense math",
+        f"the tensors are on the CPU; a block has {QUERY_BLOCK} queries",
+        user_line(node),
+    )
 
 
-def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
+def _expand_backward(gm: GraphModule, node: Node, options: Options) -> None:
     call = BackwardCall.of(node)
     where = user_line(node)
     try:
@@ -72,9 +78,9 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
             f"gradfuse cannot differentiate this score_mod: {error}, at {line}. Index the captured tensor with one scalar "
             "for each of its dims, or compute the expression outside the score_mod."
         ) from error
-    if own.deterministic and any(joint.captured) and not torch.are_deterministic_algorithms_enabled():
+    if options.deterministic and any(joint.captured) and not torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
-            "gradfuse: deterministic gradients of captured tensors on the CPU also need "
+            "Deterministic gradients of captured tensors on the CPU also need "
             f"torch.use_deterministic_algorithms(True) ({where})."
         )
     attention = DenseAttention(
@@ -98,25 +104,27 @@ def _expand_backward(gm: GraphModule, node: Node, own: Options) -> None:
     operands += [*_blocks(call.mask), *call.captured, *call.mask_captured]
     replace_node(gm, node, operands, backward)
     count = sum(len(c) for c in joint.captured if c)
-    note = f"CPU, {count} captured contributions"
+    note = f"the tensors are on the CPU; there are {count} contributions to captured gradients"
     record(NAME, "flex_attention_backward", "blocked dense math", note, where, _reductions(joint))
 
 
 def _reductions(joint: JointGraph) -> tuple[tuple[int, str], ...]:
-    """For the report: how each contribution to a captured gradient is reduced."""
+    """Return, for the report, how each contribution to a captured gradient is reduced."""
     found = []
     for owner, contributions in enumerate(joint.captured):
         for contribution in contributions or ():
             free = [
                 n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used
             ]
-            how = f"summed over the {' and '.join(free)} of a block, then added" if free else "every pair of a block added"
+            how = (
+                f"summed over the {' and '.join(free)} of a block, then added" if free else "added for every pair of a block"
+            )
             found.append((owner, how))
     return tuple(found)
 
 
 def _blocks(block_mask: FlexBlockMask) -> list[Any]:
-    """The operands that a block mask is: the sizes of its blocks, which may be symbolic, and its lists."""
+    """Return the operands for a block mask: the sizes of its blocks, which may be symbolic, and its lists."""
     sizes = [block_mask.query_block_size, block_mask.key_block_size]
     lists = [block_mask.kv_num_blocks, block_mask.kv_indices]
     full = [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]

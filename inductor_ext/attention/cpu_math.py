@@ -1,9 +1,9 @@
-"""The blocked dense math of flex_attention, written as torch ops to be traced, never run eagerly.
+"""The blocked dense math of flex_attention. It is written as torch ops that are traced and never run eagerly.
 
     forward   for each block of queries, for each segment of keys it sees:  scores -> online softmax -> out, logsumexp
-    backward  the same loops:  scores -> probs; dQ of the block; dK, dV and captured gradients accumulate
+    backward  the same loops:  scores -> probs; dQ of the block; dK, dV and captured gradients are accumulated
 
-Everything is in fp32 (fp64 for fp64) and rounded once.
+Everything is computed in fp32 (in fp64 for fp64 inputs) and rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class _Setup(NamedTuple):
-    """What both directions start from: ``others`` are the loops' operands, ``visits`` the segments of each block."""
+    """The values that both directions need. ``others`` are operands of the loops, ``visits`` the segments of each block."""
 
     work: torch.dtype
     blocks: QueryBlocks
@@ -36,7 +36,7 @@ class _Setup(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """One flex_attention: its scalar graphs and its mask's blocks. The methods are traced, never run eagerly."""
+    """One flex_attention: its scalar graphs and the blocks of its mask. The methods are traced and never run eagerly."""
 
     score: GraphModule
     mask: GraphModule
@@ -48,13 +48,13 @@ class DenseAttention:
     key_block: Any = None
 
     def with_blocks(self, query_block: Any, key_block: Any) -> DenseAttention:
-        """The same with the lengths of the mask's blocks, which are operands of the op as its tensors are."""
+        """Return the same with the lengths of the mask's blocks. These are operands of the op, like its tensors."""
         return replace(self, query_block=query_block, key_block=key_block)
 
     # -- pieces shared by both directions
 
     def _setup(self, query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]) -> _Setup:
-        """Blocks, segments and loop operands, from the operands after q, k, v (block lists, then captured tensors)."""
+        """Make blocks, segments and loop operands from the operands after q, k, v (block lists, then captured tensors)."""
         count = 4 if self.has_full_blocks else 2
         tables = [_listed(*rest[i : i + 2]) for i in range(0, count, 2)]
         captured = list(rest[count:])
@@ -63,13 +63,13 @@ class DenseAttention:
         keys = KeySegments(key.shape[2], self.query_block, self.key_block, query.device)
         ranges = (key.shape[2], *query.shape[:2])
         k, b, h = (torch.arange(n, device=query.device, dtype=torch.int32) for n in ranges)
-        # A symbolic length reaches the body of a loop as a tensor.
+        # The body of a loop takes a symbolic length as a tensor.
         sizes = [torch.full((), n, device=query.device) for n in self._block_lengths() if not isinstance(n, int)]
         others = [key.to(work), value.to(work), k, b, h, *sizes, *tables, *captured]
         return _Setup(work, blocks, keys, keys.visits(tables, blocks.positions()), captured[: self.num_captured], others)
 
     def _named(self, rest: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
-        """The loop operands after b and h: lengths and tables of listed blocks, score_mod captures, mask_mod captures."""
+        """Split the operands after b and h: lengths and tables of listed blocks, score_mod captures, mask_mod captures."""
         operands = list(rest)
         lengths = [n if isinstance(n, int) else operands.pop(0) for n in self._block_lengths()]
         tables, captured = operands[: 1 + self.has_full_blocks], operands[1 + self.has_full_blocks :]
@@ -89,7 +89,7 @@ class DenseAttention:
         captured: Sequence[Any],
         mask_captured: Sequence[Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A tile [B, H, Q, K]: raw scores, what is visible, and the modified scores, -inf where invisible."""
+        """Compute a tile [B, H, Q, K]: raw scores, visibility, and modified scores, which are -inf where not visible."""
         raw = _group_matmul(q, key.transpose(-2, -1)) * self.scale
         visible = self._visible(tables, mask_captured, *indices, row_ok)
         if real is not None:
@@ -107,7 +107,7 @@ class DenseAttention:
         k: Tensor,
         row_ok: Tensor,
     ) -> Tensor:
-        """Which elements of the tile [B, H, Q, K] the mask shows: full blocks, and partial ones where mask_mod holds."""
+        """Compute which elements of the tile [B, H, Q, K] are visible: full blocks, and partial ones under the mask_mod."""
 
         def listed(table: Tensor) -> Tensor:
             batch, heads = b % table.shape[0], h % table.shape[1]
@@ -119,7 +119,7 @@ class DenseAttention:
             return shown
 
         query_block, key_block, *tables = tables
-        # A mask_mod may not use all of its indices; vmap still returns the whole tile.
+        # vmap returns the whole tile even if a mask_mod does not use all of its indices.
         shown = listed(tables[0]) & over_grid(mask, (), b, h, q, k)
         if self.has_full_blocks:
             shown = shown | listed(tables[1])
@@ -135,13 +135,13 @@ class DenseAttention:
     # -- forward
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """``(out, logsumexp, max_scores)``, the last two in base 2 and fp32 as the op defines them."""
+        """Return ``(out, logsumexp, max_scores)``. The op defines the last two in base 2 and fp32."""
         out, lse, top = self._rows(query, key, value, *rest)
         lse, top = ((x / math.log(2)).to(torch.float32) for x in (lse, top))
         return out.to(query.dtype), lse, top
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the logsumexp and maximum of each row, not rounded."""
+        """Return the output, and the logsumexp and maximum of each row, without rounding."""
         setup = self._setup(query, key, value, rest)
 
         def segment(
@@ -188,10 +188,10 @@ class DenseAttention:
         grad_logsumexp: Tensor | None,
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
-        """Gradients of query, key, value and of each captured tensor (None where none is needed)."""
+        """Return the gradients of query, key, value and of each captured tensor (None if it needs no gradient)."""
         setup = self._setup(query, key, value, rest)
         joint, work, keys = self.joint, setup.work, setup.keys
-        # The op hands the logsumexp on in fp32, which is not enough for float64.
+        # The op returns the logsumexp in fp32, which is not exact enough for float64.
         exact = work is torch.float64
         logsumexp = self._rows(query, key, value, *rest)[1] if exact else logsumexp * math.log(2)
         grad = torch.zeros_like(out, dtype=work) if grad_out is None else grad_out.to(work)
@@ -208,15 +208,15 @@ class DenseAttention:
             key, value = keyed
             q, do, lse, delta, position, row_ok, b, h, *rest = others
             tables, captured, mask_captured = self._named(rest)
-            indices = b, h, position, k
-            raw, visible, scores = self._tile(q, key, indices, row_ok, real, tables, captured, mask_captured)
+            indices_of_tile = b, h, position, k
+            raw, visible, scores = self._tile(q, key, indices_of_tile, row_ok, real, tables, captured, mask_captured)
             lse = torch.where(lse == -math.inf, 0.0, lse)
             probs = torch.exp(scores - lse[..., None])
             dmod = probs * (_group_matmul(do, value.transpose(-2, -1)) - delta[..., None])
-            dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices)
+            dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices_of_tile)
             dscores = torch.where(visible, dscores, 0.0).to(work) * self.scale
-            for owner, place, addend in contributions:
-                sums[slot[owner]] = _accumulate(sums[slot[owner]], place, addend)
+            for owner, indices, addend in contributions:
+                sums[slot[owner]] = _accumulate(sums[slot[owner]], indices, addend)
             dk = keys.add(dk, _group_matmul_transposed(dscores, q, key), k)
             dv = keys.add(dv, _group_matmul_transposed(probs, do, value), k)
             return [dq + _group_matmul(dscores, key), dk, dv, *sums]
@@ -244,7 +244,7 @@ class DenseAttention:
     def _gradients(
         self, raw: Tensor, dmod: Tensor, visible: Tensor, captured: Sequence[Any], *position: Tensor
     ) -> tuple[Tensor, list[tuple[int, list[Tensor], Tensor]]]:
-        """The gradient of the raw scores and, for each contribution, ``(captured tensor, indices, addend)``."""
+        """Return the gradient of the raw scores and, for each contribution, ``(captured tensor, indices, addend)``."""
         joint = self.joint
 
         def evaluate(s: Tensor, g: Tensor, seen: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> tuple[Any, ...]:
@@ -261,21 +261,24 @@ class DenseAttention:
                 addend = addend.sum(reduced, keepdim=True)
                 keep = tuple(slice(0, 1) if axis in reduced else slice(None) for axis in range(4))
                 safe = [i[keep] for i in safe]
-            place = [i.to(torch.int64) for i in safe]
-            contributions.append((owner, place, addend))
+            contributions.append((owner, [i.to(torch.int64) for i in safe], addend))
         return dscores, contributions
 
 
-def _accumulate(table: Tensor, place: list[Tensor], addend: Tensor) -> Tensor:
-    """``table[place] += addend`` for index tensors [B, H, Q, K], any of these dims 1 where already summed."""
+def _accumulate(table: Tensor, indices: list[Tensor], addend: Tensor) -> Tensor:
+    """Return ``table`` after ``table[indices] += addend``.
+
+    The index tensors have the shape [B, H, Q, K]; a dim that is already summed has size 1.
+    """
     addend = addend.to(table.dtype)
     if addend.numel() != 1:
-        # Not index_put(table, ...): Inductor would do that in place, hand the loop its own input back, and then reuse that
-        # buffer as if it were dead.
-        return table + aten.index_put(torch.zeros_like(table), place, addend, True)
-    # One element: Inductor's C++ backend cannot vectorise a scatter to a constant place, so add it as a one-hot.
+        # index_put(table, ...) would be wrong here: Inductor would do it in place, return the input of the loop as its
+        # output, and then reuse that buffer as if nobody read it any more.
+        return table + aten.index_put(torch.zeros_like(table), indices, addend, True)
+    # A single element is added as a one-hot tensor, because Inductor's C++ backend cannot vectorise a scatter to a
+    # constant index.
     one_hot = addend.reshape(())
-    for dim, index in enumerate(place):
+    for dim, index in enumerate(indices):
         hit = torch.arange(table.shape[dim], device=table.device) == index.reshape(())
         one_hot = torch.where(hit.reshape([-1 if d == dim else 1 for d in range(table.dim())]), one_hot, 0.0)
     return table + one_hot
@@ -290,7 +293,7 @@ def _tensor_like(value: Any, like: Tensor) -> Tensor:
 
 
 def _listed(num_blocks: Tensor, blocks: Tensor) -> Tensor:
-    """A table [B, H, query blocks, key blocks] of which blocks the lists name."""
+    """Return a table [B, H, query blocks, key blocks] that is True for the blocks in the lists."""
     columns = blocks.shape[-1]
     order = torch.arange(columns, device=blocks.device)
     real = order < num_blocks[..., None]
@@ -299,7 +302,7 @@ def _listed(num_blocks: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _group_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y`` for x [B, H, Q, N] and y [B or 1, KV heads, N, M], query heads sharing kv heads."""
+    """Compute ``x @ y`` for x [B, H, Q, N] and y [B or 1, KV heads, N, M]; query heads share kv heads."""
     batch, heads, rows, inner = x.shape
     kv_heads = y.shape[1]
     grouped = x.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
@@ -307,7 +310,7 @@ def _group_matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _group_matmul_transposed(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """``xᵀ @ y`` for x [B, H, Q, K] and y [B, H, Q, D], summed over the query heads (and batch) that share ``like``."""
+    """Compute ``xᵀ @ y`` for x [B, H, Q, K] and y [B, H, Q, D], summed over the heads (and batch) that share ``like``."""
     batch, heads, rows, cols = x.shape
     kv_heads = like.shape[1]
     grouped = x.reshape(batch, kv_heads, heads // kv_heads * rows, cols)

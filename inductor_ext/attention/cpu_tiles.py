@@ -1,6 +1,6 @@
 """score_mods, mask_mods and their joint graphs as functions of tiles, for the blocked dense math on the CPU.
 
-Each is a scalar FX graph, evaluated over index grids by ``vmap``.
+Each is a scalar FX graph that ``vmap`` evaluates over index grids.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ aten = torch.ops.aten
 
 
 def without_narrowing(module: GraphModule) -> GraphModule:
-    """``module`` without casts from fp32 to half precision: they were traced in the query's dtype, scores are fp32 here.
+    """Return ``module`` without casts from fp32 to half precision.
 
-    Other casts become ``_to_copy``, since Inductor's own ``convert_element_type`` has no vmap rule.
+    The module was traced in the query's dtype, and the scores are fp32 here. Other casts become ``_to_copy``, because
+    Inductor's ``convert_element_type`` has no vmap rule.
     """
     module = returning(module, output_nodes(module.graph))
     for node in list(module.graph.nodes):
@@ -44,7 +45,7 @@ def without_narrowing(module: GraphModule) -> GraphModule:
 
 
 def _widen_reads(module: GraphModule) -> None:
-    """Read half-precision tensors into fp32, in which everything here is computed."""
+    """Cast what is read from half-precision tensors to fp32, because everything here is computed in fp32."""
     for read in list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor)):
         if read.meta["val"].dtype in (torch.float16, torch.bfloat16):
             with module.graph.inserting_after(read):
@@ -54,7 +55,7 @@ def _widen_reads(module: GraphModule) -> None:
 
 
 def _guard_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
-    """Add an input ``visible`` and read at index 0 where it is False, so that masked positions cannot be out of range."""
+    """Add an input ``visible``. Where it is False, read at index 0, so that masked positions cannot be out of range."""
     placeholders = module.graph.find_nodes(op="placeholder")
     with module.graph.inserting_after(placeholders[-1]):
         visible = module.graph.placeholder("visible")
@@ -62,7 +63,7 @@ def _guard_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
 
 
 def scalar_graph(gm: GraphModule, graph: Node, node: Node, inputs_of: Callable[[Graph], ScoreMod]) -> GraphModule:
-    """A score_mod (``ScoreMod.of``) or mask_mod (``ScoreMod.of_mask``) as a function ``(..., *captured, visible)``."""
+    """Turn a score_mod (``ScoreMod.of``) or mask_mod (``ScoreMod.of_mask``) into ``function(..., *captured, visible)``."""
     module = without_narrowing(getattr(gm, graph.target))
     _guard_reads(module, inputs_of(module.graph).ranges(lengths(node)))
     return module
@@ -70,10 +71,11 @@ def scalar_graph(gm: GraphModule, graph: Node, node: Node, inputs_of: Callable[[
 
 @dataclass(frozen=True)
 class JointFunction:
-    """The joint graph as one function: ``(gradient of the score, value and indices of each contribution)``.
+    """The joint graph as one function that returns the gradient of the score, and value and indices of each contribution.
 
-    owners: the captured tensor of each contribution; ranks: its number of indices; reduced: the axes of (b, h, q, k) its
-    indices do not depend on; trusted: for each index, whether it is in range by construction.
+    owners: the captured tensor of each contribution. ranks: the number of its indices. reduced: the axes of (b, h, q, k) on
+    which its indices do not depend. trusted: for each index, whether it is proven to be in range. wanted: whether each
+    captured tensor needs a gradient.
     """
 
     module: GraphModule
@@ -85,7 +87,7 @@ class JointFunction:
 
     @classmethod
     def of(cls, joint: JointGraph, node: Node) -> JointFunction:
-        """Of the joint graph of one flex_attention_backward node."""
+        """Make the function from the joint graph of one flex_attention_backward node."""
         inputs = ScoreMod.of_joint(joint.module.graph)
         ranges = inputs.ranges(lengths(node))
         shapes = [p.meta["val"] for p in inputs.captured]

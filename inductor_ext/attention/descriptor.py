@@ -1,6 +1,6 @@
-"""What hoisting tells the lowering: the kind of each captured tensor that is a table of its own making.
+"""Tell the lowering the kind of each captured tensor that is a table made by hoisting.
 
-It travels as one entry of ``kernel_options``, which AOTAutograd and the caches hand on as they are.
+This is one entry of ``kernel_options``, which AOTAutograd and the caches pass on without changes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ OPTION = "GRADFUSE_TABLES"
 
 
 def described(kinds: dict[int, FootprintKind]) -> dict[str, str]:
-    """The kernel option for tables by their position among the captured tensors; none where no kernel reads one by tile."""
+    """Return the kernel option for tables, given by their numbers among the captured tensors.
+
+    There is no option if no kernel reads a table by tile.
+    """
     tiled = {str(i): kind.name for i, kind in kinds.items() if isinstance(kind, TiledKind)}
     return {OPTION: json.dumps(tiled)} if tiled else {}
 
 
 def read(kernel_options: dict[str, Any]) -> dict[int, TiledKind]:
-    """The kinds that ``described`` put into these options."""
+    """Return the kinds that ``described`` has put into these options."""
     return {int(i): BY_NAME[name] for i, name in json.loads(kernel_options.get(OPTION, "{}")).items()}

@@ -1,14 +1,14 @@
 """Captured gradients without atomics: every program writes its totals to a workspace, which is summed in a fixed order.
 
-    place of a contribution     workspace (fp32)                 afterwards
-    neither query nor key       [B, H, key tiles]                summed
-    query                       [B, H, Q]                        summed over b or h where the place does not depend on it
+    index of a contribution     workspace (fp32)                 what is done with it afterwards
+    neither query nor key       [B, H, key tiles]                it is summed
+    query                       [B, H, Q]                        it is summed over b or h if the index does not depend on it
     key                         [B, H, K]                        the same
     both                        [B, H, Q, K]                     the same
-    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, and over parts and tiles (attention/kinds)
+    a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, also over parts and tiles (attention/kinds)
 
-Where the place is more than a position in every dim (``t[h, k]``, constants allowed) or a hoisted diagonal's distance,
-ATen's sorted ``index_put`` scatters the sums to it.
+This is enough where each index is a position or a constant (``t[h, k]``), or the distance of a hoisted diagonal. For every
+other index, ATen's sorted ``index_put`` scatters the sums to it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .captured_grads import Contribution
 
 aten = torch.ops.aten
 
-#: The shortest tile of keys a program may own: there are at most K / 16 key programs.
+#: The shortest tile of keys that a program may work on. There are at most K / 16 key programs.
 SHORTEST_TILE = 16
 
 
 def key_tiles(keys: Any) -> Any:
-    """How many key programs there may be."""
+    """Return the largest possible number of key programs."""
     return (keys + SHORTEST_TILE - 1) // SHORTEST_TILE
 
 
 def is_plain(contribution: Contribution, ranges: dict[Node, Any]) -> bool:
-    """Whether every index is a position of its own, or a constant."""
+    """Whether every index is a constant or a position, and no position occurs twice."""
     positions = [i for i in contribution.indices if isinstance(i, Node)]
     return len(set(positions)) == len(positions) and all(i in ranges for i in positions)
 
 
 def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device, zeroed: bool) -> Any:
-    """The workspace of a contribution whose place depends on ``axes`` of (b, h, q, k), of these extents."""
+    """Allocate the workspace of a contribution whose index depends on ``axes`` of (b, h, q, k), which have these extents."""
     size = list(extents[:2]) + [n for n, used in zip(extents[2:], axes[2:], strict=True) if used]
     if len(size) == 2:
         size.append(key_tiles(extents[3]))
@@ -54,13 +54,16 @@ def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device
 
 
 def summed(partials: Any, axes: Sequence[bool]) -> Any:
-    """A workspace summed over what the place does not depend on, as [b?, h?, q?, k?]."""
+    """Sum a workspace over the axes that the index does not depend on; the result has the shape [b?, h?, q?, k?]."""
     gone = [axis for axis in (0, 1) if not axes[axis]] + ([] if any(axes[2:]) else [2])
     return lowerings[aten.sum](partials, axis=gone) if gone else partials
 
 
-def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shape: Sequence[Any]) -> Any:
-    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``: dims in the order of the indices, zeros elsewhere."""
+def with_indices(total: Any, contribution: Contribution, ranges: dict[Node, Any], shape: Sequence[Any]) -> Any:
+    """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``.
+
+    The dims are put into the order of the indices, and the elements that no index reaches are zero.
+    """
     order = [p for p in ranges if p in contribution.indices]
     kept = [i for i in contribution.indices if isinstance(i, Node)]
     total = lowerings[aten.permute](total, [order.index(i) for i in kept]) if kept else lowerings[aten.reshape](total, [])
@@ -76,9 +79,9 @@ def placed(total: Any, contribution: Contribution, ranges: dict[Node, Any], shap
 
 
 def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
-    """``total`` [b?, h?, q?, k?] as a gradient of ``shape``, each element at the place that ``address`` computes for it.
+    """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``: ``address`` computes the offset of each element.
 
-    ``address`` returns ``(offset, in_bounds)`` of b, h, q and k (score_graphs.address); it is run over all of them at once.
+    ``address`` returns ``(offset, in_bounds)`` for b, h, q and k (score_graphs.address). It runs on all positions at once.
     """
     size = iter(total.get_size())
     device = total.get_device()
@@ -95,5 +98,5 @@ def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: 
     offset = lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero)
     total = lowerings[aten.where](inside, total, nothing)
     flat = full([sympy.prod(list(shape))], 0, torch.float32, device)
-    places, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
-    return lowerings[aten.reshape](add_in_order(flat, places, values), list(shape))
+    offsets, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))
+    return lowerings[aten.reshape](add_in_order(flat, offsets, values), list(shape))

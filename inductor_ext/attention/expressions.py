@@ -1,4 +1,4 @@
-"""A node of a score_mod as the expression a user would have written, for reports."""
+"""Format a node of a score_mod as the expression that a user would have written, for reports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from .footprints import name_of
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _INFIX |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|"}
-#: What Dynamo wraps the name of a captured tensor in.
+#: The parts that Dynamo adds to the name of a captured tensor.
 _WRAPPING = re.compile(r"^[lg]_|_cell_contents|score_mod_closure_|_parameters|_modules|_buffers|self_|_$")
 LONGEST = 90
 
 
 def expression(node: Any) -> str:
-    """``t[where(k - q > 0, 16, 0) + ..., h]``: positions by their letters, captured tensors by their names, cut if long."""
+    """Format a node, for example as ``t[where(k - q > 0, 16, 0) + ..., h]``. A long text is cut.
+
+    Positions have their letters, and captured tensors their names.
+    """
     text = _text(node)
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
@@ -28,8 +31,8 @@ def _text(node: Any) -> str:
         return str(node)
     if node.op == "placeholder":
         inputs = node.graph.find_nodes(op="placeholder")
-        place = inputs.index(node)
-        return ("score", "b", "h", "q", "k")[place] if place < 5 else _WRAPPING.sub("", node.name) or node.name
+        number = inputs.index(node)
+        return ("score", "b", "h", "q", "k")[number] if number < 5 else _WRAPPING.sub("", node.name) or node.name
     if node.target is operator.getitem:
         indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return f"{_text(node.args[0])}[{', '.join(map(_text, indices))}]"

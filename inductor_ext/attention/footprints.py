@@ -1,18 +1,19 @@
-"""What does an expression in a score_mod depend on?
+"""Find out on what an expression in a score_mod depends.
 
 Every node of a score_mod's FX graph gets a **footprint**: whether it depends on the batch, on the head, on the score, and
 one element of this lattice (attention/kinds) for the query and key positions:
 
-                 PAIR                      both, in no way that we know
+                 PAIR                      both, in no simpler form that we know
       /      /          \\        \\
     ROW   COLUMN    DIAGONAL   ANTIDIAGONAL       query only, key only, k - q only, k + q only
       \\      \\          /        /
                  NONE
 
 The analysis is an abstract interpretation. A node whose value is exact integer arithmetic carries a sympy polynomial in b,
-h, q, k and opaque atoms, so that ``k - q`` is a diagonal however it is spelt: substitute ``k = q + d``, and q must cancel.
-Every other pointwise op joins its inputs' footprints, and indexing joins those of its indices. What is not understood is
-``unknown``: it may depend on anything. Too large a footprint is a missed optimisation, too small a wrong gradient.
+h, q, k and opaque atoms. So ``k - q`` is a diagonal however it is written: if ``k = q + d`` is substituted, q cancels. Every
+other pointwise op joins the footprints of its inputs, and indexing joins those of its indices. An expression that is not
+understood is ``unknown``: it may depend on anything. A footprint that is too large is a missed optimisation, and one that is
+too small is a wrong gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .score_mod import ScoreMod
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a scalar of a score_mod depends on; ``unknown`` where it may be anything (or not repeatable)."""
+    """The inputs on which a scalar of a score_mod depends. ``unknown``: it may depend on anything, or not be repeatable."""
 
     batch: bool = False
     head: bool = False
@@ -47,7 +48,7 @@ class Footprint:
     unknown: bool = False
 
     def join(self, other: Footprint) -> Footprint:
-        """The least upper bound."""
+        """Return the least upper bound."""
         return Footprint(
             self.batch or other.batch,
             self.head or other.head,
@@ -58,7 +59,7 @@ class Footprint:
 
     @property
     def has_key(self) -> bool:
-        """Whether it may differ along a row of scores; if not, softmax does not see it as an additive term."""
+        """Whether it may differ along a row of scores. If not, softmax cancels it as an additive term."""
         return self.unknown or self.score or self.kind not in (NONE, ROW)
 
     def __str__(self) -> str:
@@ -75,10 +76,11 @@ B, H = sympy.symbols("b h", integer=True)
 
 
 class _Value(NamedTuple):
-    """The abstract value of a node: its footprint and, where it is exact integer arithmetic, a polynomial.
+    """The abstract value of a node: its footprint and, if it is exact integer arithmetic, a polynomial.
 
-    The value is that of the polynomial in the integers, or for an integer dtype what wrapping makes of it: sums, differences
-    and products of wrapped operands wrap to the same. A cast does not, so it keeps a polynomial only where nothing wrapped.
+    The value is that of the polynomial in the integers, wrapped to the dtype if that is an integer dtype. Sums, differences
+    and products of wrapped operands wrap to the same value. A cast does not, so it keeps a polynomial only if nothing
+    wrapped.
     """
 
     footprint: Footprint
@@ -86,11 +88,11 @@ class _Value(NamedTuple):
 
 
 def names(text: str) -> frozenset[str]:
-    """A set of names from a text."""
+    """Split a text into a set of names."""
     return frozenset(text.split())
 
 
-#: Ops whose result is computed element by element from their tensor inputs, by name (of a function or a method).
+#: The names (of functions or methods) of ops that compute their result element by element from tensor inputs.
 POINTWISE = names("""
     abs absolute acos acosh add and_ asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos
@@ -102,36 +104,36 @@ POINTWISE = names("""
     silu sin sinc sinh softplus softsign sqrt square sub subtract tan tanh tanhshrink threshold to true_divide truediv trunc
     type type_as where xlogy xor
 """)
-#: Of these, ops that also come as reductions: pointwise with two tensor operands only.
+#: Ops that are pointwise only with two tensor operands; with one operand they are reductions.
 _BINARY_ONLY = frozenset({"max", "min"})
-#: Ops whose result is one value, whatever the tensor operands hold.
+#: Ops whose result is one value, which does not depend on the values of the tensor operands.
 _CONSTANT = frozenset({"full", "full_like", "ones_like", "zeros_like", "new_full", "new_ones", "new_zeros", "scalar_tensor"})
-#: Ops that hand their operand on, perhaps in another dtype; "to" and the like, and ATen's names for them.
+#: Ops that return their operand, perhaps in another dtype: "to" and similar methods, and their ATen names.
 _CASTS = names(
     "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
 )
 _NARROW_CASTS = names("char byte short half bfloat16")
-#: Dtypes of which sums and products are followed. A float's are exact within the integers that it represents.
+#: The dtypes whose sums and products are followed. Those of floats are exact within the integers that the dtype represents.
 _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
-#: What a position is below where its length is symbolic: positions are 32-bit integers, and the sum of two does not wrap.
+#: The bound of a position whose length is symbolic. Positions are 32-bit integers, and the sum of two does not wrap.
 _MOST_POSITIONS = 2**30
 
 
 def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, Footprint]:
-    """The footprint of every node of a score_mod graph ``(score, b, h, q, k, *captured)``.
+    """Return the footprint of every node of a score_mod graph ``(score, b, h, q, k, *captured)``.
 
     Works on Dynamo's graphs (``operator``, ``torch`` functions, tensor methods) and on ATen's. Nodes carry a fake
     tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact. ``extents`` are the lengths of
-    the ranges of b, h, q and k; one that is no int is not known.
+    the ranges of b, h, q and k. A length that is no int is not known.
     """
     return {node: value.footprint for node, value in _interpret(graph, Ranges(extents)).items()}
 
 
 def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[Node]:
-    """The nodes of a score_mod graph that wrap or round integers, or may do so: they differ from the same in the integers.
+    """Return the nodes of a score_mod graph that wrap or round integers, or may do so.
 
-    These are results of 8 or 16 bits that nothing bounds, and polynomials in the positions beyond their dtype. Single
-    precision is not among them, since no position is beyond what it represents.
+    These are results of 8 or 16 bits for which no bound is known, and polynomials in the positions that exceed the range of
+    their dtype. Single precision is not among them, because it represents every position.
     """
     ranges = Ranges(extents)
     values = _interpret(graph, ranges)
@@ -152,7 +154,7 @@ def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: R
 
 
 def _reads(node: Node) -> bool:
-    """Whether a node is an element of a tensor."""
+    """Return whether a node reads an element of a tensor."""
     return node.target is operator.getitem or name_of(node) in ("index", "mod_index")
 
 
@@ -162,7 +164,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
-    """The abstract value of every node; ``ranges`` learns the range of every new symbol."""
+    """Return the abstract value of every node, and add the range of every new symbol to ``ranges``."""
     inputs = ScoreMod.of(graph)
     values = {
         inputs.score: _Value(Footprint(score=True)),
@@ -187,7 +189,7 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
 
 
 def name_of(node: Node) -> str:
-    """What a node calls, without module, overload, trailing underscores of operator names or in-place marks."""
+    """Return the name of the function, method or op that a node calls, without its module and overload."""
     target = node.target
     if isinstance(target, OpOverload):
         return target._schema.name.split("::")[1]
@@ -195,19 +197,19 @@ def name_of(node: Node) -> str:
 
 
 class Ranges:
-    """The ranges of the symbols of polynomials, and whether a dtype holds all that a polynomial can be."""
+    """The ranges of the symbols of polynomials. They show whether a dtype represents all values of a polynomial."""
 
     def __init__(self, extents: Sequence[Any]) -> None:
         lengths = [n if isinstance(n, int) else _MOST_POSITIONS for n in extents]
         self._ranges = {s: ValueRanges(0, max(n - 1, 0)) for s, n in zip((B, H, Q, K), lengths, strict=True)}
 
     def add(self, symbol: sympy.Symbol, dtype: torch.dtype | None) -> None:
-        """A new symbol, which may be anything that its dtype holds; a Python integer has no bounds."""
+        """Add a symbol that may have any value of its dtype. A Python integer has no bounds."""
         if dtype is not None:
             self._ranges[symbol] = ValueRanges(*exact_integers(dtype))
 
     def fits(self, polynomial: sympy.Expr, dtype: torch.dtype | None) -> bool:
-        """Whether a dtype represents every value of a polynomial; a Python integer (None) always does."""
+        """Return whether a dtype represents every value of a polynomial. A Python integer (None) always does."""
         if dtype is None:
             return True
         if not polynomial.free_symbols <= self._ranges.keys():
@@ -218,7 +220,7 @@ class Ranges:
 
 
 def _dtype(node: Node) -> torch.dtype | None:
-    """The dtype of a node's tensor, None for a Python number."""
+    """Return the dtype of a node's tensor, or None for a Python number."""
     return getattr(_fake(node), "dtype", None)
 
 
@@ -232,13 +234,13 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
     name = name_of(node)
     if _reads(node):
         scalar = all(isinstance(i, (int, Node)) for i in _indices(node))
-        # An element of a vector that is computed for each position could not be read outside.
+        # Only captured tensors count: an element of a vector that is computed for each position could not be read outside.
         captured = isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
         return _Value(joined) if scalar and captured else _Value(UNKNOWN)
     if name in _CONSTANT:
         return _Value(NOTHING if not any(isinstance(a, Node) for a in node.args[1:]) else joined)
     if summed(node) is not None:
-        # Anything but an inner product would hold a vector for every pair.
+        # Anything but an inner product would need memory for a vector for every pair.
         return _Value(joined if joined.kind is not PAIR or factors(node) is not None else UNKNOWN)
     binary = name in _BINARY_ONLY and len(node.args) == 2 and all(isinstance(a, Node) for a in node.args)
     if name not in POINTWISE | _CASTS and not binary:
@@ -259,13 +261,13 @@ def _fake(node: Node) -> Any:
 
 
 def _size_symbol(captured: Node) -> sympy.Expr | None:
-    """A captured symbolic integer as a constant of the analysis."""
+    """Return a symbol for a captured symbolic integer, which is a constant of the analysis."""
     value = _fake(captured)
     return sympy.Symbol(f"size_{captured.name}", integer=True) if isinstance(value, (int, torch.SymInt)) else None
 
 
 def _exact(node: Node) -> bool:
-    """Whether a node's dtype holds sums and products of positions exactly."""
+    """Return whether a node's dtype represents sums and products of positions exactly."""
     value = _fake(node)
     if isinstance(value, torch.Tensor):
         return value.dtype in (torch.int32, torch.int64)
@@ -287,12 +289,12 @@ def _polynomial(node: Node, name: str, values: dict[Node, _Value], ranges: Range
 
 
 def _keeps(polynomial: sympy.Expr, before: torch.dtype | None, after: torch.dtype | None, ranges: Ranges) -> bool:
-    """Whether a cast keeps the value of a polynomial: it did not wrap before, and does not afterwards."""
+    """Return whether a cast keeps the value of a polynomial: it does not wrap before the cast or after it."""
     return before is after or (ranges.fits(polynomial, before) and ranges.fits(polynomial, after))
 
 
 def _exact_result(node: Node, name: str, values: dict[Node, _Value]) -> sympy.Expr | None:
-    """What the node computes of its operands' polynomials in the integers."""
+    """Return the node's result in the integers as a polynomial, or None if there is none."""
     if name in _CASTS:
         source = node.args[0]
         return values[source].polynomial if isinstance(source, Node) else None
@@ -325,14 +327,14 @@ def _operand(argument: Any, values: dict[Node, _Value]) -> sympy.Expr | None:
 
 
 def _footprint(polynomial: sympy.Expr, joined: Footprint, atoms: dict[sympy.Symbol, Footprint]) -> Footprint:
-    """The footprint of a polynomial, never larger than the join of its operands' footprints."""
+    """Return the footprint of a polynomial, which is never larger than the join of its operands' footprints."""
     polynomial = sympy.expand(polynomial)
     symbols = polynomial.free_symbols
     opaque = functools.reduce(Footprint.join, (atoms[s] for s in symbols if s in atoms), NOTHING)
-    own = Footprint(B in symbols, H in symbols, recognise(polynomial))
-    return replace(own.join(opaque), score=joined.score)
+    direct = Footprint(B in symbols, H in symbols, recognise(polynomial))
+    return replace(direct.join(opaque), score=joined.score)
 
 
 def join_all(items: Iterable[Footprint]) -> Footprint:
-    """The join of several footprints."""
+    """Return the join of several footprints."""
     return functools.reduce(Footprint.join, items, NOTHING)

@@ -1,7 +1,7 @@
-"""Lowering of ``flex_attention`` for training onto ``flex_forward.py.jinja``.
+"""Lowering of ``flex_attention`` in training onto ``flex_forward.py.jinja``.
 
-Taken where the logsumexp is needed. Inference, decoding-sized queries, explicit backends and dtypes that the template does
-not take stay with stock's lowering.
+It is used if the logsumexp is needed. Stock's lowering keeps inference, queries as short as in decoding, explicit backends,
+and dtypes that the template does not take.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SOURCE = load("attention/flex_forward", "attention/flex_tables", "attention/kin
 _template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
 
 
-def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of Inductor's lowering, falling back to ``stock`` with the reason in the report."""
+def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering that replaces Inductor's. It falls back to ``stock``, and then records the reason."""
 
     def flex_attention(*args: Any) -> Any:
         call = ForwardCall(*args)
@@ -51,10 +51,10 @@ def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             reason or common.not_scalar(call.score_mod.graph_module) or common.not_scalar(call.mask.mask_mod.graph_module)
         )
         if inference:
-            # Stock's kernel is as good where no gradient is needed.
-            record(NAME, "flex_attention", STOCK, "inference: no logsumexp is needed", where)
+            # Stock's kernel is as good if no gradient is needed.
+            record(NAME, "flex_attention", STOCK, "inference needs no logsumexp", where)
         elif reason is not None:
-            leave_to_stock(own.strict, NAME, "flex_attention", reason, where, common.ADVICE)
+            leave_to_stock(options.strict, NAME, "flex_attention", reason, where, common.ADVICE)
         if inference or reason is not None:
             return stock(*args)
         return _lower(call)
@@ -82,19 +82,22 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     inputs = [query, call.key, call.value, logsumexp, max_scores, call.mask.kv_num_blocks, call.mask.kv_indices]
     inputs += [full_kv_num_blocks, full_kv_blocks]
 
-    options = common.template_options(call)
-    options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
-    options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
-    options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
-    options.update(tables.options())
-    configs, _ = inherited_block_options(device, dtype, options["QK_HEAD_DIM"], length)
+    template_options = common.template_options(call)
+    template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
+    template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
+    template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
+    template_options.update(tables.options())
+    configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
-        inlined = {"score_mod": not options["IDENTITY_SCORE_MOD"], "mask_mod": not options["TRIVIAL_MASK_MOD"]}
+        inlined = {
+            "score_mod": not template_options["IDENTITY_SCORE_MOD"],
+            "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
+        }
         inlined["chained_reads"] = score_graphs.has_chained_reads(score_graph)
         configs = [forward_config(configs[0], Target.of(device).family, **inlined)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
-    for tiled in common.tile_choices(options, "fwd", configs, tiles):
+    for tiled in common.tile_choices(template_options, "fwd", configs, tiles):
         _template.maybe_append_choice(
             choices=choices,
             input_nodes=[*inputs, *tables.buffers()],
@@ -125,13 +128,13 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
 
 
 def _shape_note(query: Any, key: Any) -> str:
-    return f"training; query {tuple(query.get_size())}, key {tuple(key.get_size())}"
+    return f"this is training; query has the shape {tuple(query.get_size())}, key {tuple(key.get_size())}"
 
 
 def score_subgraph(
     module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
 ) -> Any:
-    """The score_mod, ready to be inlined, with safe reads."""
+    """Lower the score_mod, with safe reads, so that it can be inlined."""
     module = returning(module, output_nodes(module.graph))
     tiles = tables.read_by_tile(module, ScoreMod.of(module.graph))
     score_graphs.clamp_reads(module, ScoreMod.of(module.graph).ranges(lengths(node)))
@@ -140,7 +143,7 @@ def score_subgraph(
 
 
 def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
-    """The mask_mod, ready to be inlined, with safe reads."""
+    """Lower the mask_mod, with safe reads, so that it can be inlined."""
     module = returning(module, output_nodes(module.graph))
     score_graphs.clamp_reads(module, ScoreMod.of_mask(module.graph).ranges(lengths(node)))
     (buffer,) = subgraphs.inline(module, score_graphs.mask_placeholders(device), captured)

@@ -1,7 +1,7 @@
-"""A score_mod without in-place operations and gradient modes: the same values and gradients, in ops that only compute.
+"""Remove in-place operations and gradient modes from a score_mod. Values and gradients stay the same.
 
-What follows reads a score_mod as an expression: it copies, merges and drops nodes. So ``x.mul_(2)`` becomes a new value that
-takes the place of ``x`` from there on, and what is computed under ``torch.no_grad`` is detached where it leaves the region.
+Later passes read a score_mod as an expression: they copy, merge and drop nodes. So ``x.mul_(2)`` becomes a new value that
+replaces ``x`` from there on, and a value that is computed under ``torch.no_grad`` is detached where it leaves the region.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ _OPERATORS = {
     getattr(operator, f"i{name}"): getattr(operator, name)
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
 } | {operator.iand: operator.and_, operator.ior: operator.or_}
-#: Ops whose result is a view of their operand.
+#: Ops that return a view of their operand.
 _VIEWS = {"view", "view_as", "reshape", "detach", "expand", "expand_as", "squeeze", "unsqueeze", "alias", "T", "mT", "t"}
 _VIEWS |= {"flatten", "ravel", "transpose", "permute", "select", "narrow"}
-#: Ops that return their operand itself where it has the dtype and layout already.
+#: Ops that return the operand itself if it already has the dtype and the layout.
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "positive"}
 
 
 class Impure(Exception):
-    """A score_mod that cannot be read as an expression; the message says why."""
+    """A score_mod cannot be read as an expression. The message says why."""
 
 
 def functionalise(graph: Graph) -> list[str]:
-    """Make a score_mod's graph functional; returns what was done. Raises Impure, with nothing changed, if it cannot."""
+    """Make a score_mod's graph functional and return notes about it. Raises Impure, before any change, if it cannot."""
     nodes = list(graph.nodes)
     _check(nodes)
     done = []
     for node in nodes:
         if changes_in_place(node):
             _out_of_place(graph, node)
-            done.append("in-place operations made functional")
+            done.append("in-place operations are now functional")
     if any(map(sets_gradient_mode, nodes)):
         _detach_regions(graph)
-        done.append("no_grad regions detached")
+        done.append("values of no_grad regions are now detached")
     return list(dict.fromkeys(done))
 
 
 def impurity(graph: Graph) -> str | None:
-    """Why a graph is no expression, None where it is one."""
+    """Return why a graph is not an expression, or None if it is one."""
     for node in graph.nodes:
         if not is_pure(node):
             return f"{called(node)} does more than compute a value"
@@ -68,12 +68,12 @@ def _check(nodes: list[Node]) -> None:
 def _check_in_place(node: Node) -> None:
     changed = node.args[0] if node.args else None
     if node.kwargs.get("out") is not None or not isinstance(changed, Node) or _functional(node) is None:
-        raise Impure(f"{called(node)} has no form that is not in place")
+        raise Impure(f"{called(node)} works only in place")
     captured = changed.op == "placeholder" and changed not in changed.graph.find_nodes(op="placeholder")[:1]
     if captured or _is_view(changed):
         raise Impure(f"{called(node)} changes a captured tensor or a view in place")
     if any(_is_view(user) and user.args[0] is changed for user in changed.users):
-        raise Impure(f"{called(node)} changes a value in place that there is a view of")
+        raise Impure(f"{called(node)} changes a value in place that also has a view")
 
 
 def _is_view(node: Node) -> bool:
@@ -86,7 +86,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _functional(node: Node) -> tuple[str, Any] | None:
-    """The op and target of the same computation out of place, None where there is none."""
+    """Return the op and the target of the same computation out of place, or None if there is none."""
     if node.kwargs.get("inplace") is True:
         return node.op, node.target
     if node.target in _OPERATORS:
@@ -113,7 +113,7 @@ def _out_of_place(graph: Graph, node: Node) -> None:
             new = graph.create_node(op, target, node.args, kwargs)
         new.meta = dict(node.meta)
         if any(_dtype(n) is not value.dtype for n in node.all_input_nodes):
-            # In place, the result has the dtype of what is changed, whatever the other operands are.
+            # The result of an in-place op has the dtype of the value that it changes, whatever the other operands are.
             new = graph.call_method("to", (new, value.dtype))
             new.meta = dict(node.meta)
     node.replace_all_uses_with(new)

@@ -1,24 +1,25 @@
-"""Expressions of a score_mod that depend on less than a (query, key) pair, computed once outside the kernel.
+"""Compute expressions of a score_mod that depend on less than a (query, key) pair once, outside the kernel.
 
-On Dynamo's graph, before autograd: a score-free subexpression whose footprint (footprints.py) is a row, a column, a
-diagonal, a small pair or none at all becomes an fp32 table made by ordinary torch ops, which the score_mod reads at a
-canonical index.
-Autograd derives the rest: the backward of T5's bucket lookup scatters Q + K values a head, not Q * K.
+This pass works on Dynamo's graph, before autograd. It takes subexpressions that do not depend on the score and whose
+footprint (footprints.py) is a row, a column, a diagonal, a small pair or none. Each becomes an fp32 table that ordinary
+torch ops compute, and the score_mod reads the table at a canonical index. Autograd derives the rest: the backward of T5's
+bucket lookup scatters Q + K values for each head, not Q * K.
 
     footprint     table                     read as
     none          [B?, H?]                  t[b, h]
     row           [B?, H?, Q]               t[b, h, q]
     column        [B?, H?, K]               t[b, h, k]
-    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances at the end)
+    diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances are at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
-    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, of lookups or expensive functions)
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (only small ones, for lookups or expensive functions)
 
-Rules, in this order:
-    a learned term of the result without a key in it is dropped where nobody asks for the logsumexp: softmax does not see it;
-    score-free terms of one footprint in a sum are merged into one table;
-    what is left is hoisted where it reads a captured tensor at other than a plain position.
-A diagonal made of per-row or per-column values by cheap arithmetic (``slope[h] * (q - k)``) stays in the kernel, where its
-gradient is a sum in registers. Equal tables are shared. Masks are left alone.
+The pass applies these rules, in this order:
+    a learned term of the result that does not depend on the key is dropped if nobody asks for the logsumexp, because
+    softmax cancels it;
+    terms of a sum that have one footprint and do not depend on the score are merged into one table;
+    other expressions are hoisted if they read a captured tensor at an index that is not a plain position.
+A diagonal that is computed by cheap arithmetic from values for each row or column (``slope[h] * (q - k)``) stays in the
+kernel, where its gradient is a sum in registers. Equal tables are shared. Masks are not changed.
 """
 
 from __future__ import annotations
@@ -51,26 +52,27 @@ from .tables import Tables
 NAME = "hoisting"
 
 _SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
-#: Ops that cost a kernel more than reading a table does.
+#: Ops that cost a kernel more than a read of a table.
 _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
-#: Elements of the largest table of pairs that is made (16 MB, which stays in a GPU's L2). Such a table costs a read of H·Q·K
-#: elements and the gradient's tiles; the expression in the kernel costs B·H·Q·K lookups, and as many atomics backward.
+#: The number of elements of the largest table of pairs (16 MB, which stays in a GPU's L2 cache). Such a table costs a read
+#: of H·Q·K elements and the tiles of its gradient. The expression in the kernel would cost B·H·Q·K lookups, and as many
+#: atomics in the backward.
 LARGEST_PAIR_TABLE = 2**22
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
-    """Hoist, in place, what can be hoisted out of every score_mod of a Dynamo graph that will need a gradient."""
+def rewrite(gm: GraphModule, options: Options) -> None:
+    """Hoist expressions out of every score_mod of a Dynamo graph that will need a gradient. Changes ``gm``."""
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         call = ForwardCall.of(node)
         module = getattr(gm, call.score_mod.target)
         trains = needs_grad([call.query, call.key, call.value, *call.captured])
-        # What is left of an impure score_mod was reported where it was left as it is.
+        # The pass ``score_mods`` has already reported an impure score_mod.
         if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
-            _rewrite_node(gm, node, own)
+            _rewrite_node(gm, node, options)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
     query, captured = call.query, call.captured
     module = getattr(gm, call.score_mod.target)
@@ -108,13 +110,13 @@ def _rewrite_node(gm: GraphModule, node: Node, own: Options) -> None:
 
 
 def _extents(query: Node, key: Node) -> list[Any]:
-    """How many values b, h, q and k take."""
+    """Return the numbers of values of b, h, q and k."""
     shape = fake_tensor(query).shape
     return [*shape[:3], fake_tensor(key).shape[2]]
 
 
 def _is_vector(node: Node) -> bool:
-    """Whether a node of a score_mod computes more than one number, as a row of a captured tensor does."""
+    """Return whether a node of a score_mod computes more than one number, for example a row of a captured tensor."""
     value = fake_tensor(node)
     return node.op in ("call_function", "call_method") and value is not None and value.dim() > 0
 
@@ -124,7 +126,7 @@ def _has_vectors(graph: Graph) -> bool:
 
 
 def _fill_constants(graph: Graph) -> None:
-    """``zeros_like(x)`` and the like take nothing from ``x`` but its dtype: they do not depend on it."""
+    """Replace ``zeros_like(x)`` and similar ops by constants: they use only the dtype of ``x``, not its values."""
     for node in list(graph.nodes):
         value, name = fake_tensor(node), called(node)
         if value is None or value.dim() > 0:
@@ -142,19 +144,19 @@ def _fill_constants(graph: Graph) -> None:
 
 
 def _only_output(node: Node) -> bool:
-    """Whether nobody reads the logsumexp or the row maximum."""
+    """Return whether nobody reads the logsumexp or the row maximum."""
     return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
 
 
 def _mask_is_trivial(module: GraphModule) -> bool:
-    """Whether a mask_mod is the one that flex_attention makes up where there is no block mask."""
+    """Return whether a mask_mod is the one that flex_attention uses if there is no block mask."""
     (out,) = module.graph.find_nodes(op="output")[0].args
     return isinstance(out, Node) and name_of(out) in ("new_ones", "ones", "full")
 
 
 @dataclass
 class _Hoist:
-    """One score_mod: its graph, the footprints of its nodes, and what has been done to it: (path, why) for the report."""
+    """One score_mod: its graph, the footprints of its nodes, and the decisions (path, why) for the report."""
 
     graph: Graph
     footprints: dict[Node, Footprint]
@@ -166,12 +168,13 @@ class _Hoist:
     # ------------------------------------------------ the three rules
 
     def drop_invariant(self) -> list[Any]:
-        """Drop learned terms of the output without a key; return the tensors they learn, whose gradient is zero."""
+        """Drop learned terms of the output that do not depend on the key. Returns their tensors, whose gradient is zero."""
         output = self.graph.find_nodes(op="output")[0]
         root = output.args[0]
         terms = self._terms(root)
         gone = [n for _, n in terms if isinstance(n, Node) and not self.footprints[n].has_key and self._learned(n)]
-        # A cumulative gate that is read at the query and at the key: the rounding of one sum cancels that of the other.
+        # Keep a term whose tensors other terms read too. In a cumulative gate that is read at the query and at the key, the
+        # rounding of one sum cancels that of the other.
         elsewhere = {x for _, n in terms if n not in gone for x in self._learned_anywhere(n)}
         gone = [n for n in gone if elsewhere.isdisjoint(self._learned(n))]
         kept = [(sign, n) for sign, n in terms if n not in gone]
@@ -179,15 +182,15 @@ class _Hoist:
             return []
         with self.graph.inserting_before(output):
             output.args = (self._sum(kept, root),)
-        self.done += [("dropped", f"{expression(n)}: it has no key, softmax does not see it") for n in gone]
+        self.done += [("dropped", f"{expression(n)} does not depend on the key, so softmax cancels it") for n in gone]
         anchors = {operand: None for n in gone for operand in self._learned(n)}
         self.graph.eliminate_dead_code()
         return list(anchors)
 
     def _learned(self, node: Node) -> list[Any]:
-        """The captured tensors that a term learns; none where it may hold an infinity, which hides a whole row.
+        """Return the captured tensors that a term learns, or none if it may contain an infinity, which hides a whole row.
 
-        That is a term with an infinite constant, or with a frozen tensor of floats (which may be a mask of -inf).
+        A term may do so if it has an infinite constant, or a frozen tensor of floats (which may be a mask of -inf).
         """
         cone = self._cone(node)
         numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
@@ -199,13 +202,13 @@ class _Hoist:
         return floats if all(fake_tensor(x).requires_grad for x in floats) else []
 
     def _learned_anywhere(self, node: Any) -> list[Any]:
-        """The captured tensors that a term reads and that need a gradient."""
+        """Return the captured tensors that a term reads and that need a gradient."""
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in self._cone(node) if n in operands] if isinstance(node, Node) else []
         return [x for x in read if needs_grad([x])]
 
     def merge_sums(self) -> None:
-        """In every sum, score-free terms of one footprint become one table."""
+        """Merge the terms of every sum that have one footprint and do not depend on the score into one table."""
         for root in [n for n in self.graph.nodes if _adds_numbers(n) and not self._inside_a_sum(n)]:
             if root not in self.footprints or self._hoistable(root):
                 continue
@@ -226,15 +229,15 @@ class _Hoist:
                 reads = [(1, self._read(group)) for group in merged]
                 total = self._sum(kept + reads, root)
             root.replace_all_uses_with(total)
-        # What was merged is not to be hoisted once more, by itself.
+        # The terms that are now in a table must not be hoisted a second time.
         self.graph.eliminate_dead_code()
 
     def hoist_rest(self) -> None:
-        """Every maximal hoistable expression that is not yet a plain read becomes a table."""
+        """Turn every maximal hoistable expression that is not a plain read into a table."""
         maximal = [
             n for n in self.graph.nodes if self._worth_hoisting(n) and not all(self._worth_hoisting(u) for u in n.users)
         ]
-        # Users first: what they are computed from may be hoisted too, for somebody else.
+        # Users come first, because an expression in them may also be hoisted for another user.
         for node in reversed(maximal):
             with self.graph.inserting_before(node):
                 read = self._read([(1, node)])
@@ -243,7 +246,7 @@ class _Hoist:
     # ------------------------------------------------ predicates
 
     def _hoistable(self, node: Node) -> bool:
-        """Whether a table can hold the node: a float that depends on less than a pair, and not on the score."""
+        """Return whether a table can hold the node: a float that depends on less than a pair and not on the score."""
         footprint = self.footprints.get(node)
         value = fake_tensor(node)
         return (
@@ -258,17 +261,17 @@ class _Hoist:
         )
 
     def _mergeable(self, node: Node) -> bool:
-        """Whether a term of a sum may share a table; a plain pair is better read where it is."""
+        """Return whether a term of a sum may share a table. A plain pair is not merged, because a direct read is better."""
         if not self._hoistable(node) or not self._reads_tables(node):
             return False
         return self.footprints[node].kind is not PAIR or self._worth_hoisting(node)
 
     def _sums_vectors(self, node: Node) -> bool:
-        """Whether a number is computed from whole rows of captured tensors, which no kernel can do for every score."""
+        """Return whether a number is computed from whole rows of captured tensors. No kernel can do that for every score."""
         return any(_is_vector(n) for n in self._cone(node))
 
     def _small(self, footprint: Footprint) -> bool:
-        """Whether a table of pairs is small enough to be made."""
+        """Return whether a table of pairs is small enough."""
         elements = self.tables.elements(footprint)
         return elements is not None and elements <= LARGEST_PAIR_TABLE
 
@@ -281,7 +284,7 @@ class _Hoist:
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 
     def _plain_read(self, node: Node) -> bool:
-        """Whether a node is already ``table[positions and constants]``."""
+        """Return whether a node is already ``table[positions and constants]``."""
         positions = ScoreMod.of(self.graph).positions
         if not self._is_read(node) or node.args[0].op != "placeholder":
             return False
@@ -300,7 +303,7 @@ class _Hoist:
     # ------------------------------------------------ pieces
 
     def _cone(self, node: Node) -> Iterable[Node]:
-        """A node and all it is computed from."""
+        """Return a node and all nodes from which it is computed."""
         seen = {node: None}
         stack = [node]
         while stack:
@@ -311,7 +314,7 @@ class _Hoist:
         return seen
 
     def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
-        """A sum as signed terms; a node that is no sum, or is used elsewhere too, is one term."""
+        """Return a sum as signed terms. A node that is not a sum, or that is also used elsewhere, is one term."""
         if not _adds_numbers(node):
             return [(sign, node)]
         if node in self.footprints and self._hoistable(node):
@@ -323,7 +326,7 @@ class _Hoist:
         return left + right
 
     def _sum(self, terms: list[tuple[int, Any]], like: Node) -> Node:
-        """The sum of signed terms, a positive one first."""
+        """Insert the sum of signed terms. A positive term comes first."""
         terms = sorted(terms, key=lambda t: -t[0])
         sign, total = terms[0]
         if sign < 0:
@@ -343,19 +346,19 @@ class _Hoist:
         footprint = join_all((self.footprints[n] for _, n in group))
         read, note = self.tables.read(group, footprint)
         read.meta = dict(group[0][1].meta)
-        # Which terms of the user's a table holds, where somebody has marked them (pictures.py).
+        # Keep the marks of the user's terms that the table contains, if pictures.py has set any.
         read.meta["terms"] = {t for _, n in group for m in self._cone(n) for t in m.meta.get("terms", ())}
         self.reads.add(read)
         self.footprints[read] = footprint
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
-        self.done.append(("table", f"{text}: {footprint}, {note}"))
+        self.done.append(("table", f"{text} has the footprint {footprint}; its table is {note}"))
         return read
 
 
 def _adds_numbers(node: Any) -> bool:
-    """Whether a node adds or subtracts real numbers, whose order and grouping is free: all floating point of one precision.
+    """Return whether a node adds or subtracts floating-point numbers of one precision, so that terms may be regrouped.
 
-    Integers wrap and lose that meaning when they become floats, booleans have a logic of their own.
+    Integers wrap, and lose that meaning when they become floats. Booleans have other rules for sums.
     """
     if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
         return False
@@ -364,7 +367,7 @@ def _adds_numbers(node: Any) -> bool:
 
 
 def _precision(x: Any) -> str | None:
-    """The precision that a term is computed in here (half precision in fp32), "number" for a Python number, else None."""
+    """Return the precision in which a term is computed here (half precision: fp32); "number" for a Python number."""
     if isinstance(x, (int, float)):
         return "number"
     value = fake_tensor(x)

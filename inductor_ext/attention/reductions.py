@@ -1,4 +1,7 @@
-"""Sums over rows of captured tensors in a score_mod: ``torch.dot(a[b, h, q], c[b, k])``, ``(a[h, q] * c[h, k]).sum(-1)``."""
+"""Recognise sums over rows of captured tensors in a score_mod.
+
+Examples are ``torch.dot(a[b, h, q], c[b, k])`` and ``(a[h, q] * c[h, k]).sum(-1)``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _PRODUCTS = {"mul", "multiply"}
 
 
 def summed(node: Node) -> tuple[Any, ...] | None:
-    """The vector that ``node`` is the sum of, or the two whose products it sums; None for anything else."""
+    """Return the vector that ``node`` sums, or the two vectors whose products it sums, or None for anything else."""
     if _rank(node) != 0:
         return None
     if called(node) in _DOTS and len(node.args) == 2 and not node.kwargs and all(_rank(x) == 1 for x in node.args):
@@ -27,7 +30,7 @@ def summed(node: Node) -> tuple[Any, ...] | None:
 
 
 def factors(node: Node) -> tuple[Node, Node] | None:
-    """The vector of the query and that of the key of which ``node`` is the inner product; None where it is none."""
+    """Return the vectors of the query and of the key if ``node`` is their inner product, otherwise None."""
     terms = summed(node)
     if terms is not None and len(terms) == 1 and called(terms[0]) in _PRODUCTS and not terms[0].kwargs:
         terms = terms[0].args
@@ -42,7 +45,7 @@ def factors(node: Node) -> tuple[Node, Node] | None:
 
 
 def depends_on_position(node: Node) -> bool:
-    """Whether ``node`` is computed from any of b, h, q and k."""
+    """Return whether ``node`` is computed from any of b, h, q and k."""
     return not _cone(node).isdisjoint(ScoreMod.of(node.graph).positions)
 
 

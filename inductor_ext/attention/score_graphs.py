@@ -1,4 +1,4 @@
-"""Graphs of score_mods and mask_mods as a lowering sees them: placeholders, what they are, where they read and write."""
+"""Functions for lowerings on the graphs of score_mods and mask_mods: placeholders, properties, reads and addresses."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .captured_grads import Contribution, returning
 aten = torch.ops.aten
 
 _INDICES = tuple((name, torch.int32) for name in ("b", "h", "m", "n"))
-#: Index arithmetic is widened when a tensor has more elements than this.
+#: If a tensor has more elements than this, its index arithmetic is done in 64 bits.
 INT32_ELEMENTS = 2**31 - 1
 
 
 def score_placeholders(device: torch.device, dtype: torch.dtype, gradient: bool = False) -> list[Any]:
-    """Placeholders ``score, b, h, m, n`` and, for a joint graph, ``grad_score_mod``."""
+    """Return the placeholders ``score, b, h, m, n`` and, for a joint graph, ``grad_score_mod``."""
     names = [("score", dtype), *_INDICES] + ([("grad_score_mod", dtype)] if gradient else [])
     return [input_buffer(name, kind, device) for name, kind in names]
 
 
 def mask_placeholders(device: torch.device) -> list[Any]:
-    """Placeholders ``b, h, m, n``."""
+    """Return the placeholders ``b, h, m, n``."""
     return [input_buffer(name, kind, device) for name, kind in _INDICES]
 
 
 def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
-    """Make every read of a captured tensor stay inside it, in place."""
+    """Make every read of a captured tensor stay inside the tensor. Changes ``module``."""
 
     def inside(index: Node, size: Any) -> Node:
         return clamp(module.graph, index, size, expression(size), interval(index, extents))
@@ -45,14 +45,14 @@ def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
 
 
 def is_identity(module: GraphModule) -> bool:
-    """Whether a score_mod graph returns its score unchanged."""
+    """Return whether a score_mod graph returns its score unchanged."""
     (out,) = module.graph.find_nodes(op="output")[0].args
     out = out[0] if isinstance(out, (list, tuple)) else out
     return out is module.graph.find_nodes(op="placeholder")[0]
 
 
 def has_chained_reads(module: GraphModule) -> bool:
-    """Whether some captured tensor is read at an index that is itself computed from a read."""
+    """Return whether some captured tensor is read at an index that is computed from another read."""
     read: set[Node] = set()
     for node in module.graph.nodes:
         inputs = node.all_input_nodes
@@ -66,7 +66,7 @@ def has_chained_reads(module: GraphModule) -> bool:
 
 
 def is_always_true(module: GraphModule) -> bool:
-    """Whether a mask_mod graph is the one that BlockMask makes up when there is none (a constant True)."""
+    """Return whether a mask_mod graph is the one that BlockMask uses if there is no mask_mod (a constant True)."""
     (out,) = module.graph.find_nodes(op="output")[0].args
     out = out[0] if isinstance(out, (list, tuple)) else out
     constants = {aten.full.default, aten.new_full.default, aten.full_like.default}
@@ -81,10 +81,11 @@ def is_always_true(module: GraphModule) -> bool:
 def address(
     module: GraphModule, contribution: Contribution, shape: Sequence[Any], extents: dict[Node, Any]
 ) -> tuple[GraphModule, bool]:
-    """A graph of ``module``'s inputs that returns ``(offset, in_bounds)`` of a contribution, and whether to ask it.
+    """Return a graph that computes ``(offset, in_bounds)`` of a contribution, and whether ``in_bounds`` must be checked.
 
-    ``offset`` is the element's place in a contiguous gradient of ``shape``; ``in_bounds`` is False where an index lies
-    outside, so that nothing is written there whatever the index says; the second result is False where it never is.
+    The graph has the inputs of ``module``. ``offset`` is the offset of the element in a contiguous gradient of ``shape``.
+    ``in_bounds`` is False if an index is outside, and then nothing may be written. The second result is False if it is
+    proven that ``in_bounds`` is always True.
     """
     graph_module = returning(module, list(contribution.indices))
     graph = graph_module.graph
@@ -129,7 +130,7 @@ def _device(node: Node) -> torch.device:
 
 
 def is_wide(buffers: Sequence[Any]) -> bool:
-    """Whether some captured buffer has more elements than a 32-bit index can count."""
+    """Return whether some captured buffer has more elements than a 32-bit index can count."""
     for buffer in buffers:
         if isinstance(buffer, inductor_ir.IRNode):
             numel = sympy.prod(buffer.get_size())

@@ -1,4 +1,4 @@
-"""The inputs of a score_mod's graph by their names, in each of the forms in which that graph meets us."""
+"""The inputs of a score_mod's graph by name, for each of the forms of that graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 
 @dataclass(frozen=True)
 class ScoreMod:
-    """The placeholders of a graph over one element of the scores.
+    """The placeholders of a graph over one score.
 
-    A score_mod takes ``(score, b, h, q, k, *captured)``, a mask_mod the same without the score, and the joint graph of a
-    score_mod, which returns gradients, takes the gradient of the modified score after ``k``. What a graph does not take is
-    None.
+    A score_mod takes ``(score, b, h, q, k, *captured)``. A mask_mod takes the same without the score. The joint graph of a
+    score_mod returns gradients, and takes the gradient of the modified score after ``k``. An input that a graph does not
+    take is None.
     """
 
     score: Node | None
@@ -28,27 +28,27 @@ class ScoreMod:
 
     @classmethod
     def of(cls, graph: Graph) -> ScoreMod:
-        """The inputs of a score_mod."""
+        """Return the inputs of a score_mod."""
         score, b, h, q, k, *captured = graph.find_nodes(op="placeholder")
         return cls(score, b, h, q, k, None, tuple(captured))
 
     @classmethod
     def of_mask(cls, graph: Graph) -> ScoreMod:
-        """The inputs of a mask_mod."""
+        """Return the inputs of a mask_mod."""
         b, h, q, k, *captured = graph.find_nodes(op="placeholder")
         return cls(None, b, h, q, k, None, tuple(captured))
 
     @classmethod
     def of_joint(cls, graph: Graph) -> ScoreMod:
-        """The inputs of a joint graph."""
+        """Return the inputs of a joint graph."""
         score, b, h, q, k, grad_score, *captured = graph.find_nodes(op="placeholder")
         return cls(score, b, h, q, k, grad_score, tuple(captured))
 
     @property
     def positions(self) -> tuple[Node, Node, Node, Node]:
-        """b, h, q and k."""
+        """The inputs b, h, q and k."""
         return self.b, self.h, self.q, self.k
 
     def ranges(self, lengths: Sequence[Any]) -> dict[Node, Any]:
-        """b, h, q and k with how many values each takes."""
+        """Return a dict from b, h, q and k to the number of values of each."""
         return dict(zip(self.positions, lengths, strict=True))

@@ -1,7 +1,8 @@
-"""``stored(x)``: x itself, as its dtype holds it.
+"""``stored(x)`` returns x with the values that its dtype represents.
 
-Inductor computes what is made of positions by sympy, in the integers, through every cast: to it ``(k - q).to(torch.uint8)``
-is ``k - q``. In the kernel of a score_mod it does not, so an expression that leaves the kernel takes this op with it.
+Outside of a score_mod's kernel, Inductor computes values that are made from positions by sympy, in the integers, and ignores
+every cast: for it, ``(k - q).to(torch.uint8)`` is ``k - q``. Inside the kernel it does not. So this op is added to an
+expression that is moved out of the kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 @torch.library.custom_op("gradfuse::stored", mutates_args=())
 def stored(x: Tensor) -> Tensor:
-    """``x`` (a copy in eager mode); for values that have no gradient, such as an integer's cast to a narrower type."""
+    """Return ``x``, in eager mode a copy. For values without a gradient, such as the cast of an integer to a narrow type."""
     return x.clone()
 
 

@@ -1,7 +1,7 @@
-"""The tables that hoisted expressions of a score_mod live in: made outside by torch ops, read inside at a canonical index.
+"""Make the tables for hoisted expressions of a score_mod. Torch ops compute them outside, and the score_mod reads them.
 
-``Tables`` inserts the ops that compute a table into the outer (Dynamo) graph and the operand and its read into the
-score_mod's graph. Everything is fp32 (fp64 for fp64), so that autograd accumulates gradients in fp32 and rounds once.
+``Tables`` inserts the ops that compute a table into the outer (Dynamo) graph, and the operand and its read into the
+score_mod's graph. All tables are fp32 (fp64 for fp64), so that autograd accumulates gradients in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .score_mod import ScoreMod
 class Tables:
     """The tables of one score_mod.
 
-    outer, inner: the Dynamo graph (its insertion point is where tables are computed) and the score_mod's graph.
-    captured: the placeholders of captured tensors in ``inner`` with their values in ``outer``.
+    outer: the Dynamo graph, with the tables computed at its insertion point. inner: the score_mod's graph.
+    captured: the placeholders of captured tensors in ``inner``, with their values in ``outer``.
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
-    range, so that lookups must not assert.
-    operands: what the score_mod captures beside ``captured`` from now on, and ``kinds`` of them.
+    range, so lookups must not assert.
+    operands: the tables, which the score_mod captures in addition to ``captured``. kinds: the kinds of these tables.
     """
 
     outer: Inserter
@@ -49,7 +49,7 @@ class Tables:
     _cast: dict[Node, Node] = field(default_factory=dict)
 
     def read(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
-        """A node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
+        """Return a node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
         key = tuple((sign, self._key(node)) for sign, node in group)
         if key not in self._made:
             self._made[key] = self._table(group, footprint)
@@ -78,7 +78,7 @@ class Tables:
         return placeholder, self._describe(footprint, grid[-1])
 
     def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
-        """The axes of a table, and its bytes where the lengths are known."""
+        """Describe the axes of a table, and its size in bytes if the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
         axes = [*names, *footprint.kind.axes()] or ["1"]
         if not all(isinstance(n, int) for n in shape):
@@ -95,14 +95,14 @@ class Tables:
         return self.outer.method("size", self.query if of == "query" else self.key, dim)
 
     def _shape(self, footprint: Footprint) -> list[Any]:
-        """The shape of a footprint's table; sizes that are not known are nodes of the outer graph."""
+        """Return the shape of a footprint's table. Sizes that are not known are nodes of the outer graph."""
         queries, keys = self._size("query", 2), self._size("key", 2)
         lengths = [self._size("query", 0)] * footprint.batch + [self._size("query", 1)] * footprint.head
         along = footprint.kind.shape(self.outer, queries, keys)
         return [*lengths, *along] or [1]
 
     def _grid(self, footprint: Footprint) -> tuple[Any, ...]:
-        """The outer nodes of b, h, q, k over the table, and the table's shape."""
+        """Return the outer nodes of b, h, q, k over the table, and the table's shape."""
         if footprint not in self._grids:
             shape = self._shape(footprint)
             axes = [self._range(axis, shape) for axis in range(len(shape))]
@@ -118,7 +118,7 @@ class Tables:
         return self.outer.method("view", arange, [-1 if a == axis else 1 for a in range(len(shape))])
 
     def _outside(self, node: Any, grid: tuple[Any, ...], done: dict[Node, Any]) -> Any:
-        """Copy a node of the score_mod, and all it is computed from, into the outer graph over a table's grid."""
+        """Copy a node of the score_mod, with all its inputs, into the outer graph, over a table's grid."""
         if not isinstance(node, Node):
             return node
         if node in done:
@@ -127,7 +127,7 @@ class Tables:
             done[node] = self._in_working_dtype(node)
         elif node.op == "placeholder":
             position = grid[ScoreMod.of(self.inner).positions.index(node)]
-            # A position that the footprint does not have cancels (as in ``(q - k) + k``): any value will do.
+            # A position that the footprint does not have cancels (as in ``(q - k) + k``), so any value can be used.
             done[node] = position if position is not None else self._range(0, [1])
         elif node.target is operator.getitem:
             table = node.args[0]
@@ -152,7 +152,7 @@ class Tables:
         return done[node]
 
     def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
-        """A sum over vectors, each [*grid, D] with size 1 along positions that it does not depend on."""
+        """Insert a sum over vectors [*grid, D]. A vector has size 1 along the positions on which it does not depend."""
         call = self.outer.function
         if factors(node) is None:
             vectors = [self._outside(n, grid, done) for n in summed(node)]
@@ -167,7 +167,7 @@ class Tables:
         return call(torch.matmul, rows, call(torch.transpose, columns, -1, -2))
 
     def _one_element(self, number: Node) -> Node:
-        """A 0-d tensor as one of a single element: beside others, a 0-d one would have no say in the dtype of a result."""
+        """Turn a 0-d tensor into a vector of one element, because the dtype of a 0-d tensor would not count in a result."""
         return self.outer.function(torch.unsqueeze, number, 0)
 
     def _in_working_dtype(self, node: Node) -> Any:
@@ -179,7 +179,7 @@ class Tables:
         return self._cast[node]
 
     def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
-        """Under a mask, an index of a hidden position may be out of range: wrap and clamp it instead of asserting."""
+        """Wrap and clamp an index under a mask: the index of a hidden position may be out of range, and must not assert."""
         if not self.masked or not isinstance(index, Node):
             return index
         if not isinstance(size, int):
@@ -191,7 +191,7 @@ class Tables:
         return self.outer.method("clamp", index, min=0, max=last)
 
     def elements(self, footprint: Footprint) -> int | None:
-        """How many elements the table of a footprint would have; None where lengths are dynamic."""
+        """Return the number of elements of a footprint's table, or None if lengths are dynamic."""
         lengths = [n for x in (self.query, self.key) for n in fake_tensor(x).shape]
         return math.prod(self._shape(footprint)) if all(isinstance(n, int) for n in lengths) else None
 
@@ -203,7 +203,7 @@ class Tables:
         return (*heads, *footprint.kind.index(self.inner, q, k)) or (0,)
 
     def _key(self, node: Any) -> Any:
-        """What a node computes, as a nested tuple, so that equal expressions share a table."""
+        """Return a key for the computation of a node, so that equal expressions share a table."""
         if not isinstance(node, Node):
             return repr(node)
         if node.op == "placeholder":

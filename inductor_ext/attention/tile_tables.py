@@ -1,11 +1,11 @@
-"""Captured tables that a kernel reads a tile at a time instead of an element at a time.
+"""Captured tables of which a kernel reads whole tiles instead of single elements.
 
-The tile reaches the score_mod's subgraphs as one more input (``table_0``, ``table_1``...) in place of their reads. Kinds:
+The tile is a further input of the score_mod's subgraphs (``table_0``, ``table_1``...) and replaces their reads. The kinds:
 
     diagonal   M + N - 1 elements of a hoisted diagonal, loaded as a vector and spread over the tile
-    pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA where the GPU has it and strides allow it
+    pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA if the GPU and the strides allow it
 
-What is particular to a kind is in attention/kinds.
+The code for each kind is in attention/kinds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 @dataclass(frozen=True)
 class TileTable:
-    """Table ``number`` of a kernel: which captured tensor it is (``owner``), its kind, and whether by batch and by head."""
+    """One table of a kernel.
+
+    number: its number in the kernel. owner: the number of the captured tensor that it is. by_batch, by_head: whether it has
+    an axis for these.
+    """
 
     number: int
     owner: int
@@ -41,25 +45,25 @@ class TileTable:
 
 @dataclass(frozen=True)
 class TileTables:
-    """The tables that one score_mod reads by tile, in the order of ``table_0``, ``table_1``..., and the captured tensors."""
+    """The tables that one score_mod reads by tile (``table_0``, ``table_1``..., in order), and the captured tensors."""
 
     tables: tuple[TileTable, ...]
     captured: Sequence[Any]
 
     def options(self) -> dict[str, Any]:
-        """What the templates go through."""
+        """Return the template option with the tables, over which the templates iterate."""
         return {"TABLES": Listed(self.tables)}
 
     def of(self, owner: int) -> TileTable | None:
-        """The table that a captured tensor is, if it is one."""
+        """Return the table that a captured tensor is, or None if it is none."""
         return next((t for t in self.tables if t.owner == owner), None)
 
     def buffers(self) -> list[Any]:
-        """The tables themselves, which the template takes as inputs."""
+        """Return the buffers of the tables, which are inputs of the template."""
         return [self.captured[t.owner] for t in self.tables]
 
     def read_by_tile(self, module: GraphModule, inputs: ScoreMod) -> list[Any]:
-        """Replace, in place, the reads of the tables by inputs of their own; return the placeholders to lower these with."""
+        """Replace the reads of the tables by new inputs. Changes ``module``, and returns placeholders for the inputs."""
         graph = module.graph
         last = graph.find_nodes(op="placeholder")[-1]
         made = []
@@ -78,13 +82,13 @@ class TileTables:
 
 
 def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured: Sequence[Any]) -> TileTables:
-    """The captured tensors that a score_mod reads by tile: what hoisting made for it, and pairs of the user's own."""
+    """Return the tables that a score_mod reads by tile: those made by hoisting, and the user's tensors that are pairs."""
     described = descriptor.read(kernel_options)
     inputs = ScoreMod.of(score_mod.graph)
     found = []
     for owner, placeholder in enumerate(inputs.captured):
         reads = [[_root(index) for index in read.args[1]] for read in _reads(placeholder)]
-        # A table of integers is what an index is made of: its tile is no term of the scores.
+        # An index is computed from a table of integers, so a tile of that is not a term of the scores.
         if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
         axes = [inputs.b in reads[0], inputs.h in reads[0]]
@@ -100,7 +104,7 @@ def _reads(table: Node) -> list[Node]:
 
 
 def _root(index: Any) -> Any:
-    """The node that an index is a cast of."""
+    """Return the node of which an index is a cast."""
     while isinstance(index, Node) and index.target in _CASTS:
         index = index.args[0]
     return index

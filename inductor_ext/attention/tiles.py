@@ -1,7 +1,7 @@
-"""Default tiles of the flex_attention templates: stock's, changed where our kernels would spill registers.
+"""Default tiles of the flex_attention templates. They are stock's, with changes where our kernels would spill registers.
 
-Stock's tables were tuned for its own kernels. Under max-autotune all of its configs compete and nothing is changed here.
-What led to each rule is in benchmarks/NOTES.md; tests/test_offline_build.py holds them to "no spills".
+Stock's tables were tuned for its own kernels. Under max-autotune all of its configs compete, and nothing is changed here.
+The measurements behind each rule are in benchmarks/NOTES.md, and tests/test_offline_build.py checks that nothing spills.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from ..core.target import Family
 from .captured import CapturedGradients
 
-#: Keys a forward tile holds at most where anything is inlined into it.
+#: The largest number of keys in a forward tile if a score_mod or a mask_mod is inlined.
 WIDEST_WITH_MODS = 64
 
 
 def forward_config(config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool) -> Any:
-    """Stock's forward config for a family of GPUs and what is inlined into the kernel.
+    """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
-    A score_mod's temporaries do not fit beside 128 x 128 scores in four warps: on an H200 ``s + t[h, k]`` then takes
-    24.4 ms, and 0.40 ms with 64 keys. Ampere spills even so in four warps, Blackwell even with nothing inlined, and every
-    architecture where an index is itself read (``t[doc[q] - doc[k]]``).
+    In four warps, the temporaries of a score_mod do not fit beside 128 x 128 scores: on an H200 ``s + t[h, k]`` then takes
+    24.4 ms, and 0.40 ms with 64 keys. In four warps Ampere spills even with 64 keys, Blackwell spills even if nothing is
+    inlined, and every architecture spills if an index is itself read (``t[doc[q] - doc[k]]``).
     """
     if score_mod or mask_mod or family == "blackwell":
         config = dataclasses.replace(config, block_n=min(config.block_n, WIDEST_WITH_MODS))
@@ -33,12 +33,12 @@ def forward_config(config: Any, family: Family, *, score_mod: bool, mask_mod: bo
 def backward_config(
     config: Any, family: Family, captured: CapturedGradients, *, one_pass: bool, mask_mod: bool, head_dim: int
 ) -> Any:
-    """Stock's backward config for what the kernel does with the gradients of captured tensors.
+    """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
-    one_pass: dQ is added in memory, where on an H200 small tiles in four warps are fastest at head dim 64 (1.01 ms; 1.11
-    with stock's). Wide ones where blocks of pairs are moved by TMA (1.84 ms; 2.44) or tiles are added to a strip (1.42 ms;
-    1.44, and 1.70 in the tile that spills nothing); small ones where there is an add for each score at a computed place,
-    whose arithmetic spills otherwise.
+    one_pass: dQ is added in memory. On an H200 at head dim 64, small tiles in four warps are then the fastest (1.01 ms, and
+    1.11 ms with stock's tiles). Wide tiles are used if TMA moves blocks of pairs (1.84 ms instead of 2.44 ms) or if tiles
+    are added to a strip (1.42 ms instead of 1.44 ms, and 1.70 ms with the tile that does not spill). Small tiles are used if
+    there is one add for each score at a computed index, because that arithmetic would spill otherwise.
     """
     if one_pass and head_dim > 64:
         config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=3)
@@ -55,6 +55,6 @@ def backward_config(
         smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
         config = dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))
     if captured.wide_tiles and head_dim >= 128:
-        # A captured tile is pipelined as well: three stages of it do not fit into an H200's shared memory.
+        # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
         config = dataclasses.replace(config, num_stages=min(config.num_stages, 2))
     return config

@@ -1,4 +1,4 @@
-"""Adding to Dynamo's graphs, and finding every graph in one: the bodies of checkpoints, branches, loops and regions."""
+"""Insert nodes into Dynamo's graphs, and find all graphs in a graph: bodies of checkpoints, branches, loops and regions."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ..torch_api.higher_order import associative_scan_hop, flex_attention_backwa
 
 
 class Inserter:
-    """Puts new nodes where the graph's insertion point is, with values and metadata as if Dynamo had traced them there.
+    """Inserts new nodes at the graph's insertion point, with values and metadata as if Dynamo had traced them there.
 
     AOTAutograd's cache takes a graph only if every tensor has its ``example_value``, and a report or an error names the
-    user's line only if there is a stack trace; both come from ``like``, the node that the new ones are made for.
+    user's line only if there is a stack trace. The stack trace comes from ``like``, the node for which the new ones are
+    made, and the fake mode of the values from its inputs.
     """
 
     def __init__(self, graph: Graph, like: Node) -> None:
         self.graph = graph
         self._kept = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-        # Not the mode of the tracing context: by now Dynamo may have put a new one there for AOTAutograd.
+        # The mode of the tracing context would be wrong, because Dynamo may already have set a new one for AOTAutograd.
         modes = (getattr(n.meta.get("example_value"), "fake_mode", None) for n in like.all_input_nodes)
         self._fake_mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
 
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A new call of a function."""
+        """Insert a call of a function."""
         return self._with_value(self.graph.call_function(target, args, kwargs), target)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        """A new call of a tensor's method; the tensor is the first argument."""
+        """Insert a call of a method of a tensor, which is the first argument."""
         return self._with_value(self.graph.call_method(name, args, kwargs), getattr(torch.Tensor, name))
 
     def copy(self, node: Node, inputs: Callable[[Node], Any]) -> Node:
-        """The same call on other inputs."""
+        """Insert a copy of a node with other inputs."""
         new = self.graph.node_copy(node, inputs)
         new.meta.pop("example_value", None)
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
@@ -45,18 +46,18 @@ class Inserter:
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
-        # Without the hooks of a checkpoint around the region: what is computed here is no part of its forward.
+        # The hooks of a checkpoint around the region must not run, because these values are not part of its forward.
         with self._fake_mode, saved_tensors_hooks_disabled():
             node.meta["example_value"] = target(*args, **kwargs)
         return node
 
 
-#: Ops whose graphs are functions of numbers, which a kernel inlines: a part of the op, not a graph to rewrite.
+#: Ops whose graphs are functions of numbers. A kernel inlines such a graph, so the passes do not visit it.
 _OF_NUMBERS = (flex_attention_hop, flex_attention_backward_hop, associative_scan_hop)
 
 
 def graphs_in(gm: GraphModule) -> Iterator[GraphModule]:
-    """``gm`` and the graph of every op in it that has graphs of its own, each once, bodies before what contains them."""
+    """Yield ``gm`` and all graphs of ops in it, each once. A graph comes after the graphs that it contains."""
     yield from _graphs_in(gm, set())
 
 

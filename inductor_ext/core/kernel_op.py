@@ -1,4 +1,4 @@
-"""A custom op of ours with its kernel: what is supported, the lowering, and the one fallback."""
+"""A custom op of ours with its kernel: the operands that are supported, the lowering, and the fallback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .target import Target
 
 
 def needs_triton(*operands: Any) -> str | None:
-    """Why operands cannot go to a Triton kernel: the device of the first tensor has none."""
+    """Return why operands cannot go to a Triton kernel, or None: the device of the first tensor may have no Triton."""
     device = next(x.get_device() for x in _flat(operands) if hasattr(x, "get_device"))
-    return None if Target.of(device).triton else f"device {device.type!r} has no kernel"
+    return None if Target.of(device).triton else f"there is no kernel for the device {device.type!r}"
 
 
 def runs_anywhere(*operands: Any) -> str | None:
-    """For lowerings into Inductor's own IR, which has code for every device."""
+    """Return None. This is for lowerings into Inductor's own IR, which can be compiled for every device."""
     return None
 
 
@@ -31,10 +31,10 @@ def _flat(operands: Any) -> list[Any]:
 class KernelOp:
     """A custom op that passes put into graphs, and how it is lowered.
 
-    name: what ``disable`` and reports call it. what: one line for the documents. op: the op, whose own code is the eager
-    reference. lower: takes the op's operands as Inductor's IR and returns its results. unsupported: why given operands
-    cannot be lowered by it, or None. Where they cannot, or where the name is disabled, the op's own code runs, which reports
-    call ``otherwise``.
+    name: the name in ``disable`` and in reports. what: one line for the documents. op: the op, whose own code is the eager
+    reference. lower: takes the op's operands as Inductor's IR and returns its results. unsupported: returns the reason why
+    ``lower`` cannot take the operands, or None. If there is a reason, or if the name is disabled, the op's own code runs;
+    reports call that ``otherwise``.
     """
 
     name: str
@@ -46,14 +46,14 @@ class KernelOp:
 
     @property
     def overload(self) -> Any:
-        """The op as a node of a graph has it."""
+        """The overload of the op, which is the target of a node in a graph."""
         return overload(self.op)
 
-    def lowering(self, own: Options) -> Callable[..., Any]:
-        """The entry of Inductor's table of lowerings."""
+    def lowering(self, options: Options) -> Callable[..., Any]:
+        """Return the entry of this op in Inductor's table of lowerings."""
 
         def lowered(*operands: Any) -> Any:
-            reason = self.unsupported(*operands) if own.enabled(self.name) else "disabled"
+            reason = self.unsupported(*operands) if options.enabled(self.name) else f"{self.name!r} is disabled"
             if reason is None:
                 return self.lower(*operands)
             label = self.overload._schema.name.split("::")[1]

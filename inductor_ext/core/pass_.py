@@ -1,4 +1,4 @@
-"""What a pass is: a rewrite of one graph, with a name. Everything else about it is done by whoever runs it."""
+"""A pass: one rewrite of a graph, with a name. The driver (``passes.py``) does everything else."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Stage = Literal["dynamo", "joint", "post_aot"]
 class Pass:
     """One rewrite.
 
-    name: as ``disable``, reports, dumps and the documents have it. stage: when it runs. what: one line for the documents.
-    run: rewrites a graph in place; it takes a GraphModule, or on the joint graph the ``Builder`` that passes share there,
-    and the options. It need not ask whether it is enabled, check the graph, or compile its code again.
+    name: the name in ``disable``, reports, dumps and the documents. stage: when it runs. what: one line for the documents.
+    run: rewrites a graph in place. It takes a GraphModule, or for the joint graph the ``Builder`` that the passes share
+    there, and the options. It does not have to ask whether it is enabled, check the graph, or recompile it.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Pass:
     what: str
     run: Callable[[Any, Options], None]
 
-    def __call__(self, target: GraphModule | Builder, own: Options) -> None:
-        """Rewrite ``target`` if the pass is enabled, and check what came out. Raises a RuntimeError for a broken graph."""
-        if not own.enabled(self.name):
+    def __call__(self, target: GraphModule | Builder, options: Options) -> None:
+        """Rewrite ``target`` if the pass is enabled, and check the new graph. Raises a RuntimeError if that is broken."""
+        if not options.enabled(self.name):
             return
-        self.run(target, own)
+        self.run(target, options)
         target.graph.lint()
         if isinstance(target, GraphModule):
             target.recompile()

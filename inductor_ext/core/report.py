@@ -1,7 +1,8 @@
-"""What was decided, where in the user's code, and why.
+"""Reports of the decisions: what gradfuse did, where in the user's code, and why.
 
-Every rewrite and lowering calls ``record``; ``explain`` collects what was recorded while a model compiles. The same lines
-go to the logger ``gradfuse``: as INFO, and once a line of user code as a WARNING where something is lost that could be had.
+Every rewrite and lowering calls ``record``, and ``explain`` collects the decisions that are recorded while a model compiles.
+The same lines go to the logger ``gradfuse`` as INFO. If an operation is left to stock although the user could change that,
+there is also one WARNING for each line of user code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .table import short_path, table
 
 log = logging.getLogger("gradfuse")
 
-#: The path of a decision that left the work to stock Inductor.
+#: The path of a decision that leaves an op to stock Inductor.
 STOCK = "stock"
 
 
@@ -26,8 +27,8 @@ STOCK = "stock"
 class Decision:
     """One decision: ``pass_name`` did ``path`` to ``op`` at ``where`` in the user's code, because of ``why``.
 
-    graph: the number of the compiled graph that it was taken for. reductions: for the backward of an attention, which
-    captured tensor (by its position) gets its gradient how.
+    graph: the number of the compiled graph that the decision is about. reductions: for the backward of an attention, pairs
+    of the index of a captured tensor and the way in which its gradient is reduced.
     """
 
     pass_name: str
@@ -39,20 +40,20 @@ class Decision:
     reductions: tuple[tuple[int, str], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
-        place = f" at {self.where}" if self.where else ""
-        return f"{self.pass_name}: {self.op}{place} -> {self.path} ({self.why})"
+        at = f" at {self.where}" if self.where else ""
+        return f"{self.pass_name}: {self.op}{at} -> {self.path} ({self.why})"
 
 
-#: What a report says where gradfuse changed nothing.
-NOTHING = "gradfuse: nothing to do here; everything was compiled by stock Inductor."
+#: The text of a report if gradfuse changed nothing.
+NOTHING = "gradfuse found nothing to do here; stock Inductor compiled everything."
 
 
 @dataclass
 class Report:
     """The decisions of one or several compilations, in order; ``print(report)`` shows a table.
 
-    graphs: the graphs that were compiled, by number, with the first line of the user's code in each. pictures: what is to
-    be drawn of their attentions (``inductor_ext.explanations``), collected where ``wants_pictures``.
+    graphs: the numbers of the compiled graphs, each with the first line of the user's code in it. pictures: the pictures of
+    their attentions (``inductor_ext.explanations``), which are collected if ``wants_pictures`` is True.
     """
 
     decisions: list[Decision] = field(default_factory=list)
@@ -62,21 +63,24 @@ class Report:
 
     @property
     def fallbacks(self) -> list[Decision]:
-        """The decisions that left an op to stock."""
+        """The decisions that leave an op to stock."""
         return [d for d in self.decisions if d.path == STOCK]
 
     def of_graph(self, number: int | None) -> Report:
-        """The part of the report that is about one graph."""
+        """Return the part of the report that is about one graph."""
         graphs = {n: where for n, where in self.graphs.items() if n == number}
         pictures = [p for p in self.pictures if p.graph == number]
         return Report([d for d in self.decisions if d.graph == number], graphs, pictures, self.wants_pictures)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The rows of the table, each once: what was done, why, and where in the user's code."""
+        """Return the rows of the table without duplicates: the decision, the reason, and the line of the user's code."""
         return list(dict.fromkeys((f"{d.op}\n-> {d.path}\n(pass {d.pass_name})", d.why, d.where) for d in self.decisions))
 
     def text(self, width: int | None = None) -> str:
-        """The table with lines of at most ``width`` characters; default: those of the terminal, 100 without one."""
+        """Return the table with lines of at most ``width`` characters.
+
+        The default is the width of the terminal, or 100 if there is no terminal.
+        """
         return table(("decision", "why", "where"), self.rows(), width) if self.decisions else NOTHING
 
     def __str__(self) -> str:
@@ -84,7 +88,7 @@ class Report:
 
 
 _collecting: list[Report] = []
-#: The places and reasons of which the user was warned.
+#: The lines of user code and the reasons that the user was already warned about.
 _warned: set[tuple[str, str]] = set()
 
 
@@ -106,9 +110,9 @@ def compiling(number: int, where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def collect(pictures: bool = False) -> Iterator[Report]:
-    """Collect every decision recorded inside the block; with ``pictures`` also what ``explain`` draws of attentions.
+    """Collect every decision that is recorded inside the block; with ``pictures``, also the pictures of attentions.
 
-    Pictures cost a copy of every graph with an attention, and the time to compute its learned terms once more.
+    Pictures cost a copy of every graph with an attention, and the time to compute its learned terms a second time.
     """
     report = Report(wants_pictures=pictures)
     _collecting.append(report)
@@ -119,12 +123,12 @@ def collect(pictures: bool = False) -> Iterator[Report]:
 
 
 def pictures_wanted() -> bool:
-    """Whether some open report collects pictures."""
+    """Return whether some open report collects pictures."""
     return any(report.wants_pictures for report in _collecting)
 
 
 def record_picture(picture: Any) -> None:
-    """Add a picture to every open report that wants any."""
+    """Add a picture to every open report that collects pictures."""
     for report in _collecting:
         if report.wants_pictures:
             report.pictures.append(picture)
@@ -132,7 +136,7 @@ def record_picture(picture: Any) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Inside the block nothing is recorded: what was decided is only computed once more, to look at it."""
+    """Record nothing inside the block, where decisions are taken a second time only to look at them."""
     collecting, warned, level = list(_collecting), set(_warned), log.level
     _collecting.clear()
     log.setLevel(logging.CRITICAL)
@@ -156,18 +160,19 @@ def record(
 
 
 class Refused(NotImplementedError):
-    """What ``strict`` raises where something that gradfuse would have compiled is left to stock Inductor."""
+    """Raised under ``strict`` if an op for which gradfuse has kernels is left to stock Inductor."""
 
 
 def leave_to_stock(strict: bool, pass_name: str, op: str, why: str, where: str, advice: str = "") -> None:
     """Record that an op is left to stock Inductor, which costs speed or exactness. Raises Refused under ``strict``.
 
-    The user is warned once a line of code, with what to do about it: not again for the backward, not for every compilation.
+    The user is warned once for each line of code, and told what to do. There is no second warning for the backward or for
+    another compilation.
     """
     record(pass_name, op, STOCK, why, where)
     if strict:
         at = f" at {where}" if where else ""
-        raise Refused(f"gradfuse (strict) has no kernel for {op}{at}: {why}. {advice}".rstrip())
+        raise Refused(f"gradfuse has no kernel for {op}{at}, and the option strict is on: {why}. {advice}".rstrip())
     if (where, why) not in _warned:
         _warned.add((where, why))
         log.warning("%s", f"{op} is left to stock Inductor{f' at {where}' if where else ''}: {why}. {advice}".rstrip())
@@ -177,15 +182,18 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file is part of gradfuse; the demo is written as a user would."""
+    """Return whether a file is part of gradfuse. The demo does not count, because it is written like user code."""
     return "/inductor_ext/" in file and "/inductor_ext/demo/" not in file
 
 
 def user_line(node: Any) -> str:
-    """``path:line: code`` of the user's innermost line that made an FX node (not torch's, nor our ops'); "" if unknown."""
+    """Return ``path:line: code`` of the user's innermost line that made an FX node, or "" if it is not known.
+
+    Lines of torch and of our ops are skipped.
+    """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or "")) if node is not None else []
-    own = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
-    if not own:
+    users = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
+    if not users:
         return ""
-    frame = own[-1]
+    frame = users[-1]
     return f"{short_path(frame['file'])}:{frame['line']}: {frame['code'].strip()}"

@@ -1,4 +1,4 @@
-"""Shapes of which a part may be symbolic, or known only once the data is."""
+"""Shapes with sizes that may be symbolic, or that depend on the data."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from ..torch_api.sizes import statically_known_true
 
 
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal, without a guard."""
+    """Return whether two shapes are known to be equal. No guard is added."""
     return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))

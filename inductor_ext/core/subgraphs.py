@@ -1,8 +1,8 @@
 """Functions of numbers (score_mods, combine_fns) as scalar subgraphs that a template inlines.
 
-A subgraph takes 0-d placeholders, which the template replaces by tiles, and captured tensors as ordinary buffers. Whatever
-buffer its lowering needs (it depends on captured tensors only) is registered on the base graph, so that its name is unique
-in the whole model.
+A subgraph takes 0-d placeholders, which the template replaces by tiles, and captured tensors as ordinary buffers. If its
+lowering needs other buffers, which then depend on captured tensors only, they are registered on the base graph, so that
+their names are unique in the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class _ScalarLowering(PointwiseSubgraphLowering):
-    """Lowers a scalar FX graph; buffers that do not depend on a placeholder go to the base graph."""
+    """Lowers a scalar FX graph. Buffers that do not depend on a placeholder are registered on the base graph."""
 
     def __init__(self, module: GraphModule, placeholders: Sequence[Any]) -> None:
         super().__init__(module, root_graph_lowering=V.graph)
@@ -49,7 +49,7 @@ class _ScalarLowering(PointwiseSubgraphLowering):
 
 
 def inline(module: GraphModule, placeholders: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
-    """Lower ``module(*placeholders, *captured)`` to one nameless ComputedBuffer an output, ready to be inlined."""
+    """Lower ``module(*placeholders, *captured)`` to a ComputedBuffer without a name for each output, ready to be inlined."""
     lowering = _ScalarLowering(module, placeholders)
     with V.set_graph_handler(lowering):
         lowering.run(*placeholders, *captured)
@@ -57,7 +57,7 @@ def inline(module: GraphModule, placeholders: Sequence[Any], captured: Sequence[
 
 
 def of_source(source: str, operands: Mapping[str, torch.dtype], device: torch.device) -> list[Any]:
-    """The results of a function given as its source (``core.sources``) as subgraphs of its operands, which are tiles."""
+    """Lower the results of a function, given by its source (``core.sources``), to subgraphs of its operands (tiles)."""
     with V.fake_mode:
         examples = [torch.empty((), dtype=dtype, device=device) for dtype in operands.values()]
         module = trace(function_of(source, device), examples)
@@ -88,12 +88,12 @@ def _computed(box: Any, device: torch.device) -> Any:
 
 
 def expression(size: Any) -> Any:
-    """A size as the lowering takes it: an int, or the sympy expression of a symbolic one."""
+    """Return a size in the form that lowerings take: an int, or the sympy expression of a symbolic size."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 class _OverTensors(torch.fx.Interpreter):
-    """Runs an FX graph on Inductor's tensors, in the graph that is being lowered."""
+    """Runs an FX graph on Inductor's tensors, inside the graph that is being lowered."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return V.graph.call_function(target, args, kwargs)
@@ -104,7 +104,7 @@ class _OverTensors(torch.fx.Interpreter):
 
 
 def over_tensors(module: GraphModule, inputs: Sequence[Any], device: torch.device) -> Any:
-    """What ``module`` computes, for whole tensors in place of the scalars that it was traced with."""
+    """Compute ``module`` on whole tensors instead of the scalars with which it was traced."""
     interpreter = _OverTensors(module)
     interpreter.device = device
     return interpreter.run(*inputs)

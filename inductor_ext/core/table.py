@@ -1,4 +1,4 @@
-"""Texts for people: a table as wide as the terminal, paths as short as they can be, a bar while something slow runs."""
+"""Output for people: tables that fit the terminal, short paths, and progress bars."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Characters between two columns of the table format that is used here, at both ends, and around a heading.
+#: The numbers of characters that the table format adds between two columns, at both ends, and around a heading.
 _BETWEEN, _ENDS, _AROUND_A_HEADING = 3, 4, 2
-#: The width of a table where nobody knows that of the terminal.
+#: The width of a table if the width of the terminal is not known.
 DEFAULT_WIDTH = 100
-#: Seconds before a progress bar appears.
+#: A progress bar appears after this many seconds.
 PATIENCE = 3.0
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """A table of texts, its cells wrapped so that no line is longer than ``width`` (default: that of the terminal)."""
+    """Format a table. Its cells are wrapped, so that no line is longer than ``width`` (default: the terminal's width)."""
     from tabulate import tabulate
 
     width = _width() if width is None else width
-    # A terminal too narrow for a table wraps the lines itself.
+    # If the terminal is too narrow for a table, it wraps the lines itself.
     room = max(width - _BETWEEN * (len(header) - 1) - _ENDS, 12 * len(header))
     longest = [max(len(line) for row in rows for line in row[i].splitlines() or [""]) for i in range(len(header))]
-    # tabulate leaves room at the sides of a heading.
+    # tabulate leaves space at both sides of a heading.
     longest = [max(n, len(name) + _AROUND_A_HEADING) for n, name in zip(longest, header, strict=True)]
     widths = column_widths(longest, room)
     return tabulate(rows, header, tablefmt="simple_grid", maxcolwidths=widths, disable_numparse=True)
 
 
 def wrapped(text: str, width: int | None = None) -> str:
-    """A text in lines of at most ``width`` characters (default: as many as the terminal has)."""
+    """Wrap a text into lines of at most ``width`` characters (default: the terminal's width)."""
     return textwrap.fill(text, _width() if width is None else width)
 
 
@@ -42,7 +42,7 @@ def _width() -> int:
 
 
 def column_widths(longest: Sequence[int], room: int) -> list[int]:
-    """How wide each column may be: what it needs where that is less than its share of ``room``, else an equal share."""
+    """Return the width of each column: the width that it needs, or an equal share of ``room`` if it needs more than that."""
     widths = [0] * len(longest)
     left = room
     for count, column in enumerate(sorted(range(len(longest)), key=lambda i: longest[i])):
@@ -55,7 +55,7 @@ _SITE_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
 
 def short_path(file: str) -> str:
-    """A path relative to the working directory, or to site-packages; else from the home directory, else as it is."""
+    """Return a path relative to the working directory, site-packages or the home directory if it is in one of them."""
     if _SITE_PACKAGES.match(file):
         return _SITE_PACKAGES.sub("", file)
     for base, mark in ((os.getcwd(), ""), (str(Path.home()), "~/")):
@@ -65,9 +65,10 @@ def short_path(file: str) -> str:
 
 
 def progress(what: str, unit: str, *, of: Iterable[Any] | None = None, total: int | None = None) -> Any:
-    """A ``tqdm`` bar on stderr, shown after a few seconds only, and only where stderr is a terminal.
+    """Return a ``tqdm`` bar on stderr. It appears after a few seconds, and only if stderr is a terminal.
 
-    of: what is iterated over; without it the caller calls ``update()`` on the bar, a context manager, ``total`` times.
+    of: the iterable over which the bar iterates. Without it, the caller uses the bar as a context manager and calls
+    ``update()`` on it ``total`` times.
     """
     from tqdm import tqdm
 

@@ -1,1 +1,1 @@
-"""The main job in small: a language model whose attention has learned biases, trained through gradfuse."""
+"""A small example of the main use: gradfuse trains a language model whose attention has learned biases."""

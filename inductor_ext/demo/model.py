@@ -22,7 +22,7 @@ def causal_bucket(distance: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention; scores are divided by a learned temperature a head and shifted by a learned bucketed bias."""
+    """Causal attention; scores are divided by a learned temperature for each head, and a learned bucketed bias is added."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A feed-forward layer of experts, each token using its best two."""
+    """A feed-forward layer of experts. Each token uses its best two."""
 
     def __init__(self, width: int, experts: int = 4, active: int = 2) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, the mean cross-entropy of the next byte out."""
+    """A language model that takes bytes and returns the mean cross-entropy of the next byte."""
 
     def __init__(self, width: int = 128, heads: int = 4, layers: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``gradfuse demo``: train, check every gradient of one step against float64, print the report."""
+"""``gradfuse demo`` trains a model, checks every gradient of one step against float64, and prints the report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BATCH, LENGTH = 16, 128
 
 
 def corpus() -> Tensor:
-    """The English text that every Python ships (the topics of ``help()``), as bytes."""
+    """Return the English text that is part of every Python (the topics of ``help()``), as bytes."""
     from pydoc_data.topics import topics
 
     return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
 
 def batches(seed: int, device: torch.device) -> Iterator[Tensor]:
-    """Endless random batches [BATCH, LENGTH + 1] of bytes."""
+    """Yield random batches [BATCH, LENGTH + 1] of bytes without end."""
     text, generator = corpus(), torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator).tolist()
@@ -34,7 +34,7 @@ def batches(seed: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def worst_gradient_error(model: LanguageModel, batch: Tensor) -> tuple[float, str]:
-    """The largest relative error of any parameter's ``.grad`` against eager float64 math, and that parameter's name."""
+    """Return the largest relative error of any parameter's ``.grad`` against eager float64 math, and that parameter."""
     exact = copy.deepcopy(model).double()
     exact.zero_grad()
     exact(batch, None).backward()
@@ -46,7 +46,7 @@ def worst_gradient_error(model: LanguageModel, batch: Tensor) -> tuple[float, st
 
 
 def step_milliseconds(loss_of: Callable[[Tensor], Tensor], batch: Tensor, repeats: int = 20) -> float:
-    """Median time of a forward and backward."""
+    """Return the median time of a forward and backward."""
     times = []
     for _ in range(repeats + 3):
         torch.cuda.synchronize()
@@ -58,18 +58,18 @@ def step_milliseconds(loss_of: Callable[[Tensor], Tensor], batch: Tensor, repeat
 
 
 def compare_with_stock(model: LanguageModel, compiled: Callable[..., Tensor], mask: BlockMask, batch: Tensor) -> None:
-    """Print the step time under gradfuse and under stock Inductor, or what stock says instead."""
+    """Print the step times under gradfuse and stock Inductor. If stock raises an error, print that."""
     mine = step_milliseconds(lambda text: compiled(text, mask), batch)
     print(f"step time: gradfuse {mine:.2f} ms, ", end="", flush=True)
     try:
         stock = torch.compile(copy.deepcopy(model), backend="inductor")
         print(f"stock Inductor {step_milliseconds(lambda text: stock(text, mask), batch):.2f} ms")
     except Exception as error:
-        print(f"stock Inductor refuses: {str(error).strip().splitlines()[0]}")
+        print(f"stock Inductor raises: {str(error).strip().splitlines()[0]}")
 
 
 def run(device_name: str | None, dtype_name: str, steps: int, seed: int) -> int:
-    """Train for ``steps`` steps and print what happened; returns 0 where the loss fell and every gradient was right."""
+    """Train for ``steps`` steps and print the results. Returns 0 if the loss fell and every gradient was right."""
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, dtype_name)
     torch.manual_seed(seed)

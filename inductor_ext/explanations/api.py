@@ -1,4 +1,4 @@
-"""``explain``: compile a function forward and backward and show what gradfuse did with it, and why."""
+"""``explain`` compiles a function forward and backward, and shows what gradfuse did with it and why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..torch_api.graph import pytree
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``print(explanation)`` shows a table, a notebook shows pictures too.
+    """The result of ``explain``. ``print(explanation)`` shows a table, and a notebook also shows pictures.
 
-    report: the decisions, in the order they were taken. output: what the function returned.
+    report: the decisions, in the order in which they were taken. output: the result of the function.
     """
 
     report: Report
@@ -30,12 +30,14 @@ class Explanation:
 
     @property
     def fallbacks(self) -> list[Decision]:
-        """The decisions that left an op to stock Inductor."""
+        """The decisions that leave an op to stock Inductor."""
         return self.report.fallbacks
 
     def html(self, title: str = "gradfuse") -> str:
-        """An HTML page that needs nothing but itself: the decisions, and for each flex_attention heat maps of its mask and
-        of each learned term of its score_mod over (query, key).
+        """Return an HTML page that needs no other files.
+
+        It shows the decisions and, for each flex_attention, heat maps over (query, key) of its mask and of each learned
+        term of its score_mod.
         """
         from .html import page
 
@@ -61,8 +63,8 @@ def explain(
 
         print(inductor_ext.explain(model)(batch))
 
-    Compilation is from scratch: torch.compile is reset and the compile caches are off, so that every decision is taken
-    again. The backward runs on gradients of ones and leaves every ``.grad`` as it was.
+    The compilation starts from scratch: torch.compile is reset and the compile caches are off, so that every decision is
+    taken again. The backward runs with gradients of ones, and does not change any ``.grad``.
     """
 
     def run(*args: Any, **kwargs: Any) -> Explanation:
@@ -81,7 +83,7 @@ def explain(
 
 
 def _inputs(function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors a gradient can go to: arguments, parameters of a module, tensors in the function's closure."""
+    """Return the tensors that can get a gradient: arguments, parameters of a module, tensors in the function's closure."""
     found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     modules = [function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())]
     modules += [value for value in getattr(function, "__globals__", {}).values() if isinstance(value, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Values of score_mods and masks on a grid of positions, and of the operands of an op somewhere in a Dynamo graph."""
+"""Compute score_mods and masks on a grid of positions, and the operands of any op in a Dynamo graph."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..torch_api.frontend import scalar_indexing
 from ..torch_api.graph import HigherOrderOperator, pytree
 from ..torch_api.higher_order import flex_attention_hop
 
-#: The most positions along one side of a picture.
+#: The largest number of positions along one side of a picture.
 MOST = 128
 
 
 def sampled(length: int) -> list[int]:
-    """At most ``MOST`` positions of ``length``, evenly spread, the first and the last among them."""
+    """Return at most ``MOST`` positions of ``length``, evenly spread, with the first and the last."""
     if length <= MOST:
         return list(range(length))
     return [round(i * (length - 1) / (MOST - 1)) for i in range(MOST)]
@@ -33,10 +33,10 @@ class NotKnown(Exception):
 
 
 class Values:
-    """The values of a Dynamo graph's nodes, and of those of the graphs in it, computed from the inputs of a call.
+    """Computes the values of nodes of a Dynamo graph, and of the graphs in it, from the inputs of a call.
 
-    Only what is asked for is computed, and what that is computed from. Raises NotKnown where a value is not repeatable: it
-    comes from random numbers, or from a tensor that is written in place.
+    Only the requested values, and the values that they need, are computed. Raises NotKnown if a value cannot be computed a
+    second time, because it comes from random numbers or from a tensor that is written in place.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -47,7 +47,7 @@ class Values:
         self._find_callers(gm)
 
     def _find_callers(self, gm: GraphModule) -> None:
-        """Which op of which graph calls each graph in ``gm``, where that op simply calls it."""
+        """Find, for each graph in ``gm``, the op that calls it, and the graph of that op, if the op only calls it once."""
         for node in gm.graph.nodes:
             if not isinstance(node.target, HigherOrderOperator) or not called_once(node.target):
                 continue
@@ -58,11 +58,11 @@ class Values:
                 self._find_callers(body)
 
     def begin(self, inputs: Sequence[Any]) -> None:
-        """The inputs of the call."""
+        """Set the inputs of the call."""
         self._inputs = dict(zip(self._top.graph.find_nodes(op="placeholder"), inputs, strict=True))
 
     def of(self, gm: GraphModule, argument: Any) -> Any:
-        """The value of an argument: a node of ``gm``, a constant, or a tuple of these."""
+        """Return the value of an argument: a node of ``gm``, a constant, or a tuple of these."""
         if isinstance(argument, (tuple, list)):
             return tuple(self.of(gm, a) for a in argument)
         return self._node(gm, argument) if isinstance(argument, Node) else argument
@@ -73,9 +73,9 @@ class Values:
         interpreter = self._interpreters[gm]
         needed = _with_writes(node)
         if any(is_random(n) for n in needed):
-            raise NotKnown("it comes from random numbers")
+            raise NotKnown("it depends on random numbers")
         if any("batch_dim" in called(n) for n in needed):
-            # The ops that begin and end a region under vmap have no users, so they are in no cone.
+            # The ops that begin and end a region under vmap have no users, so ``cone`` does not find them.
             raise NotKnown("it is computed under vmap in the compiled graph")
         for n in gm.graph.nodes:
             if n not in needed or n in interpreter.env:
@@ -99,7 +99,10 @@ class Values:
 
 
 def cone(node: Node) -> set[Node]:
-    """A node and all that it is computed from; of an attention's block mask the mask_mod alone, as ``Reference`` runs it."""
+    """Return a node and all nodes from which it is computed.
+
+    Of an attention's block mask only the mask_mod counts, because ``Reference`` uses only that.
+    """
     seen, stack = {node}, [node]
     while stack:
         new = set(_operands(stack.pop())) - seen
@@ -116,7 +119,10 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _with_writes(node: Node) -> set[Node]:
-    """All that a node is computed from, with what writes to any of it before. Raises NotKnown where that is an input."""
+    """Return all nodes from which a node is computed, with the earlier writes to them.
+
+    Raises NotKnown if a write changes an input.
+    """
     needed, before = cone(node), itertools.takewhile(lambda n: n is not node, node.graph.nodes)
     writes = [n for n in before if changes_in_place(n)]
     while True:
@@ -124,12 +130,12 @@ def _with_writes(node: Node) -> set[Node]:
         if not new:
             return needed
         if any(x.op in ("placeholder", "get_attr") for n in new for x in _may_share_memory(n)) or any(n.kwargs for n in new):
-            raise NotKnown("it comes from a tensor that is written in place")
+            raise NotKnown("it depends on a tensor that is written in place")
         needed |= set().union(*map(cone, new))
 
 
 def _may_share_memory(write: Node) -> list[Node]:
-    """What a node that writes in place may write to: its operand, and whatever that may be a view of."""
+    """Return the nodes to which an in-place op may write: its operand, and all nodes of which that may be a view."""
     found: list[Node] = []
     node: Any = write.args[0] if write.args else None
     while isinstance(node, Node):
@@ -139,10 +145,10 @@ def _may_share_memory(write: Node) -> list[Node]:
 
 
 class _Scalars(Interpreter):
-    """Runs a graph of numbers under vmap; an index beyond a tensor, as a mask may hide it, is moved inside."""
+    """Runs a graph of numbers under vmap. An index outside of a tensor, which a mask may hide, is moved inside."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A call; reads stay inside the tensor."""
+        """Run a call. Reads stay inside the tensor."""
         if target is operator.getitem and isinstance(args[0], Tensor):
             table, index = args
             indices = index if isinstance(index, tuple) else (index,)
@@ -159,7 +165,7 @@ def _inside(index: Any, size: int) -> Any:
 def evaluate(
     module: GraphModule, node: Node, rows: list[int], columns: list[int], device: torch.device, captured: Sequence[Any]
 ) -> Tensor:
-    """[rows, columns]: a node of a score_mod, which does not depend on the score, for b = h = 0 at these positions."""
+    """Compute a node of a score_mod as [rows, columns], for b = h = 0. The node must not depend on the score."""
     copies: dict[Node, Node] = {}
     graph = Graph()
     graph.graph_copy(module.graph, copies)
@@ -180,7 +186,7 @@ def score_grid(
     captured: Sequence[Any],
     first: Sequence[Tensor] = (),
 ) -> Tensor:
-    """[rows, columns]: ``module(*first, 0, 0, row, column, *captured)``, as fp32 on the CPU."""
+    """Compute ``module(*first, 0, 0, row, column, *captured)`` as [rows, columns], in fp32 on the CPU."""
     interpreter = _Scalars(module)
     nothing = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -194,7 +200,7 @@ def score_grid(
 
 
 def block_states(num_blocks: Tensor, indices: Tensor, full_num_blocks: Tensor | None, full_indices: Tensor | None) -> Tensor:
-    """[query blocks, key blocks] of batch element and head 0: 0 skipped, 1 partial, 2 full."""
+    """Return [query blocks, key blocks] for batch element 0 and head 0: 0 is skipped, 1 is partial, 2 is full."""
     counts, listed = num_blocks[0, 0].cpu(), indices[0, 0].cpu()
     states = torch.zeros(listed.shape, dtype=torch.int64)
     lists = [(counts, listed, 1)]

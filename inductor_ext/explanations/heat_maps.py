@@ -1,4 +1,4 @@
-"""Grids of numbers as PNG files in data URIs, made with the standard library: one palette index a pixel."""
+"""Draw grids of numbers as PNG files in data URIs, with the standard library only. Each pixel is one palette index."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 Colour = tuple[int, int, int]
 
-#: Index 0 of a palette of values: what is no number, or infinite.
+#: The colour with index 0 in a palette of values: NaN or an infinity.
 NOT_FINITE: Colour = (150, 150, 150)
-#: The most other colours that a palette of one byte a pixel has.
+#: The largest number of other colours in a palette with one byte for each pixel.
 SHADES = 255
 #: The colours of a mask: hidden, shown by the mask_mod, shown in a full block.
 CATEGORIES: tuple[Colour, ...] = ((245, 245, 245), (126, 170, 214), (33, 84, 141))
@@ -22,18 +22,18 @@ _BLUE, _WHITE, _RED, _DARK = (33, 84, 141), (250, 250, 250), (178, 34, 34), (40,
 
 
 def css(colour: Colour) -> str:
-    """A colour as CSS writes it."""
+    """Format a colour for CSS."""
     return "#" + bytes(colour).hex()
 
 
 def limits(values: Tensor) -> tuple[float, float]:
-    """The least and the greatest finite value; zeros where there is none."""
+    """Return the least and the greatest finite value, or zeros if there is none."""
     finite = values[values.isfinite()]
     return (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
 
 
 def shades(values: Tensor) -> Tensor:
-    """The palette index of each value: 0 where it is not finite, else 1 for the least up to 255 for the greatest."""
+    """Return the palette index of each value: 0 if it is not finite, otherwise 1 (the least) to 255 (the greatest)."""
     least, most = limits(values)
     span = most - least
     scaled = (values - least) / span * (SHADES - 1) if span > 0 else torch.full_like(values, (SHADES - 1) / 2)
@@ -41,7 +41,7 @@ def shades(values: Tensor) -> Tensor:
 
 
 def palette(least: float, most: float) -> list[Colour]:
-    """Blue for negative values, white for zero, red for positive ones, as strong as they are large."""
+    """Return the colours: blue for negative values, white for zero, red for positive ones, stronger for larger values."""
     largest = max(abs(least), abs(most)) or 1.0
     colours = [NOT_FINITE]
     for i in range(SHADES):
@@ -55,30 +55,30 @@ def _mixed(first: Colour, second: Colour, share: float) -> Colour:
 
 
 def png_of(values: Tensor) -> str:
-    """A heat map of real numbers."""
+    """Draw a heat map of real numbers."""
     return data_uri(shades(values), palette(*limits(values)))
 
 
 def scale_png(least: float, most: float) -> str:
-    """The colours between two values, as a strip."""
+    """Draw the colours between two values as a bar."""
     return data_uri(torch.arange(1, SHADES + 1, dtype=torch.uint8)[None, :], palette(least, most))
 
 
 def categories_png(values: Tensor) -> str:
-    """A picture of the states of a mask."""
+    """Draw the states of a mask."""
     return data_uri(values.to(torch.uint8), CATEGORIES)
 
 
 def schematic_png(pattern: Tensor) -> str:
-    """A picture of which values are equal, in shades of grey."""
+    """Draw which values are equal, in shades of grey."""
     most = max(int(pattern.max()), 1)
     return data_uri(pattern.to(torch.uint8), [_mixed(_WHITE, _DARK, 0.15 + 0.6 * i / most) for i in range(most + 1)])
 
 
 def data_uri(indices: Tensor, colours: Sequence[Colour]) -> str:
-    """A PNG file, as the address of an image, of [rows, columns] places in a list of at most 256 colours."""
+    """Return a PNG file as a data URI. ``indices`` [rows, columns] are indices into a list of at most 256 colours."""
     height, width = indices.shape
-    # Each row begins with the number of its filter, here that of no filter.
+    # Each row begins with the number of its filter; 0 means no filter.
     rows = b"".join(b"\0" + bytes(row) for row in indices.tolist())
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"PLTE", bytes(c for colour in colours for c in colour)))

@@ -1,6 +1,6 @@
-"""What ``explain`` found as HTML: the decisions of every graph, and for every flex_attention its mask and learned terms.
+"""Write the result of ``explain`` as HTML: the decisions for every graph, and the mask and learned terms of attentions.
 
-A page needs nothing but itself: styles are inline, pictures are PNG files in data URIs, there are no scripts.
+A page needs no other files: styles are inline, pictures are PNG files in data URIs, and there are no scripts.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _STYLE = """
 .gradfuse dl { margin: 4px 0; display: grid; grid-template-columns: max-content 1fr; gap: 1px 8px }
 .gradfuse dt { color: #555 } .gradfuse dd { margin: 0 }
 """
-#: Heads the decisions that were not taken while a graph was compiled.
+#: The heading of the decisions that were not taken while a graph was compiled.
 AT_RUN_TIME = "At run time"
-#: What the colours of a mask and of its blocks stand for.
-MASK_NAMES = ("hidden", "shown by the mask_mod", "shown, no mask computed")
-BLOCK_NAMES = ("skipped", "mask_mod computed", "full, no mask computed")
+#: The meaning of the colours of a mask and of its blocks.
+MASK_NAMES = ("hidden", "visible by the mask_mod", "visible, no mask is computed")
+BLOCK_NAMES = ("skipped", "the mask_mod is computed", "full, no mask is computed")
 
 
 def page(report: Report, title: str) -> str:
-    """A whole HTML document."""
+    """Return a whole HTML document."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>body {{ margin: 24px }}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n{fragment(report, title)}\n</body></html>\n'
 
 
 def fragment(report: Report, title: str = "") -> str:
-    """The same to be shown inside another document, as a notebook is."""
+    """Return the same for use inside another document, for example a notebook."""
     parts = [f"<h1>{escape(title)}</h1>"] if title else []
     for order, number in enumerate(report.graphs):
         parts.append(_graph(report.of_graph(number), order, report.graphs[number]))
@@ -132,14 +132,14 @@ def _term(report: Report, picture: Picture, term: Term) -> str:
 
 
 def _instead_of_values(term: Term) -> str:
-    """What the picture of a term shows where it does not show its values, and why."""
+    """Return what the picture of a term shows, and why, if it does not show the values."""
     if term.grid.values is not None and term.structure is None:
         return ""
     what = (
-        "its footprint alone" if term.structure is None else "which values are equal, by random numbers for the parameters"
+        "only its footprint" if term.structure is None else "which values are equal, with random numbers for the parameters"
     )
     if term.grid.values is None:
-        return f"{what}, not its values ({term.grid.missing})"
+        return f"{what}; its values are not known ({term.grid.missing})"
     return f"{what}; all values are {float(term.grid.values[0, 0]):.4g}"
 
 
@@ -152,40 +152,40 @@ def _figure(kind: str, image: str, name: str, grid: Grid, below: str) -> str:
 
 
 def gradient(report: Report, picture: Picture, term: Term) -> str:
-    """A sentence about how the gradient of a term is reduced."""
+    """Return a sentence about the way in which the gradient of a term is reduced."""
     if not term.owners:
-        return "exactly zero"
+        return "it is exactly zero"
     reductions = _backward(report, picture)
     if reductions is None:
-        return "no backward of ours was compiled"
+        return "gradfuse compiled no backward for this attention"
     ways = dict.fromkeys(how for owner, how in reductions if owner in term.owners)
-    text = "; ".join(ways) or "none is needed"
-    return f"{text}; from the table to the parameters by autograd" if term.hoisted else text
+    text = "; ".join(ways) or "no gradient is needed"
+    return f"{text}; from the table to the parameters it is computed by autograd" if term.hoisted else text
 
 
 def _backward(report: Report, picture: Picture) -> tuple[tuple[int, str], ...] | None:
-    """How the captured gradients of an attention are reduced: backwards are compiled in the opposite order."""
+    """Return how the captured gradients of an attention are reduced. Backwards are compiled in the opposite order."""
     same = [p for p in report.pictures if (p.graph, p.where) == (picture.graph, picture.where)]
     decisions = [d for d in report.decisions if d.op == "flex_attention_backward" and d.graph == picture.graph]
     found = [d for d in decisions if d.where == picture.where and d.path != STOCK]
     if not found:
         return None
-    place = next(i for i, p in enumerate(same) if p is picture)
-    return (found[len(same) - 1 - place] if len(found) == len(same) else found[0]).reductions
+    number = next(i for i, p in enumerate(same) if p is picture)
+    return (found[len(same) - 1 - number] if len(found) == len(same) else found[0]).reductions
 
 
 def schematic(footprint: Footprint) -> torch.Tensor:
-    """What a footprint looks like: equal where a term with this footprint must be equal."""
+    """Return a pattern for a footprint: it is equal where a term with this footprint must be equal."""
     q, k = torch.arange(16)[:, None], torch.arange(16)[None, :]
     if not footprint.unknown and footprint.kind is not PAIR:
         alike = footprint.kind.alike(q, k)
         return alike - alike.min()
-    # A pair is equal nowhere: neighbours differ.
+    # The values of a pair need not be equal anywhere, so neighbours differ.
     return (q * 37 + k * 59 + q * k * 11) % 31
 
 
 def lines(report: Report, width: int | None = None) -> Iterable[str]:
-    """The decisions as text, a table for each graph."""
+    """Yield the decisions as text, with a table for each graph."""
     for order, (number, where) in enumerate(report.graphs.items()):
         yield wrapped(f"Graph {order}" + (f", which begins at {where}" if where else ""), width)
         yield report.of_graph(number).text(width)

@@ -1,10 +1,10 @@
-"""What ``explain`` draws of every flex_attention: its mask, and each learned term of its score_mod, over (query, key).
+"""The pictures that ``explain`` draws of every flex_attention: its mask, and each learned term of its score_mod.
 
-Nothing here runs unless a report wants pictures (``core.report.collect(pictures=True)``). Then ``sketch`` looks at a copy of
-Dynamo's graph before it is compiled: the learned terms of each score_mod, what each depends on, and how the score_mod reads
-it after hoisting. The first call of the compiled graph fills in the values, at most 128 x 128 of them and for batch element
-and head 0: only what the captured tensors are computed from is computed, eagerly and without gradients. Where that cannot be
-done the picture says why, and shows the footprint alone.
+Nothing here runs unless a report collects pictures (``core.report.collect(pictures=True)``). If one does, ``watch`` examines
+a copy of Dynamo's graph before it is compiled. It finds the learned terms of each score_mod, their footprints, and how the
+score_mod reads them after hoisting. The first call of the compiled graph fills in the values over (query, key), at most
+128 x 128 of them, for batch element 0 and head 0. Only the captured tensors and their inputs are computed, eagerly and
+without gradients. If that is not possible, the picture says why, and shows only the footprint.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .grids import NotKnown, Values, block_states, cone, evaluate, sampled, scor
 
 @dataclass
 class Grid:
-    """A function of (query, key) for batch element and head 0, at some of the positions.
+    """A function of (query, key) for batch element 0 and head 0, at some of the positions.
 
-    queries, keys: the positions. values: [queries, keys] on the CPU, None where ``missing`` says why they are not known.
+    queries, keys: the positions. values: [queries, keys] on the CPU, or None; then ``missing`` says why they are not known.
     """
 
     queries: list[int] = field(default_factory=list)
@@ -49,10 +49,11 @@ class Grid:
 
 @dataclass
 class Term:
-    """A learned term of a score_mod: a part of it that does not depend on the score and learns.
+    """A learned term of a score_mod: a part that does not depend on the score and that has learned inputs.
 
-    text: as the user wrote it. footprint: what it depends on. read: how a kernel reads it. owners: the positions, among what
-    the attention captures, of the tensors that it is read from; none where the term is dropped. hoisted: it is in a table.
+    text: the term as the user wrote it. footprint: its footprint. read: how a kernel reads it. owners: the numbers, among
+    the captured tensors of the attention, of the tensors from which it is read; there are none if the term is dropped.
+    hoisted: whether it is in a table.
     """
 
     text: str
@@ -61,18 +62,18 @@ class Term:
     owners: tuple[int, ...]
     hoisted: bool
     grid: Grid = field(default_factory=Grid)
-    #: With random numbers in place of what it captures: which values are equal. Where the values are not known or all the
-    #: same, as those of a bias are before it has learned.
+    #: The values with random numbers instead of the captured tensors, which shows which values are equal. It is set if the
+    #: values are not known or all equal, for example those of a bias before training.
     structure: Grid | None = None
 
 
 @dataclass
 class Picture:
-    """What there is to see of one flex_attention.
+    """The picture of one flex_attention.
 
-    graph: the number of the compiled graph. where: the user's line. score_mod: its expression. mask: 0 hidden, 1 shown by
-    the mask_mod, 2 shown as part of a full block, on which no mask is computed; None where nothing is masked. blocks: 0 for
-    a block that is skipped, 1 for one on which the mask_mod is computed, 2 for a full one.
+    graph: the number of the compiled graph. where: the user's line. score_mod: its expression. mask: 0 is hidden, 1 is
+    visible by the mask_mod, 2 is visible in a full block, for which no mask is computed; None if nothing is masked. blocks:
+    0 is a block that is skipped, 1 one for which the mask_mod is computed, 2 a full one.
     """
 
     graph: int
@@ -86,7 +87,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class _Sketch:
-    """A picture whose values are to come: the op's graph, its operands and score_mod, and the terms as nodes of that."""
+    """A picture without values yet: the op's graph, its operands and score_mod, and the terms as nodes of the score_mod."""
 
     picture: Picture
     graph: GraphModule
@@ -100,18 +101,19 @@ class _Sketch:
     mask_captured: tuple[Any, ...]
 
 
-def watch(gm: GraphModule, own: Options, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Look at a Dynamo graph that is about to be compiled; the result wraps what it was compiled to.
+def watch(gm: GraphModule, options: Options, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Examine a Dynamo graph before it is compiled. The function that is returned wraps the compiled graph.
 
-    The pictures are recorded at once and get their values from the first call. Does nothing where no report wants pictures.
+    The pictures are recorded immediately, and get their values at the first call. Does nothing if no report collects
+    pictures.
     """
     if not pictures_wanted() or not any(_attentions(module) for module in graphs_in(gm)):
         return lambda compiled: compiled
     try:
-        sketches, values = _sketches(copy.deepcopy(gm), replace(own, strict=False), number)
+        sketches, values = _sketches(copy.deepcopy(gm), replace(options, strict=False), number)
     except Exception as error:
-        # A picture must not stop what it is a picture of.
-        log.info("nothing is drawn of graph %d: %s", number, error)
+        # An error in a picture must not stop the compilation.
+        log.info("there is no picture of graph %d: %s", number, error)
         return lambda compiled: compiled
     for each in sketches:
         record_picture(each.picture)
@@ -119,7 +121,7 @@ def watch(gm: GraphModule, own: Options, number: int) -> Callable[[Callable[...,
 
 
 def _filling(sketches: Sequence[_Sketch], values: Values, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, whose first call fills in the pictures; the graph is let go afterwards."""
+    """Wrap ``compiled`` so that its first call fills in the pictures. The graph is released afterwards."""
     pending = [(sketches, values)]
 
     @functools.wraps(compiled)
@@ -138,14 +140,14 @@ def _attentions(gm: GraphModule) -> list[Node]:
 # ---------------------------------------------------------------- before the compilation: terms, and how they are read
 
 
-def _sketches(gm: GraphModule, own: Options, number: int) -> tuple[list[_Sketch], Values]:
-    """Every attention of a graph, which is changed by the passes that rewrite score_mods."""
+def _sketches(gm: GraphModule, options: Options, number: int) -> tuple[list[_Sketch], Values]:
+    """Sketch every attention of a graph. The passes that rewrite score_mods change the graph."""
     sketches = []
     with unrecorded():
         for module in graphs_in(gm):
-            canonical.rewrite(module, own)
+            canonical.rewrite(module, options)
             made = [(node, _sketch(module, node, number)) for node in _attentions(module)]
-            hoisting.rewrite(module, own)
+            hoisting.rewrite(module, options)
             for node, sketch in made:
                 _describe_reads(module, node, sketch)
                 sketches.append(sketch)
@@ -166,18 +168,21 @@ def _sketch(gm: GraphModule, node: Node, number: int) -> _Sketch:
     picture = Picture(number, user_line(node), expression(root), ", ".join(sizes), made)
     mask_mod = getattr(gm, call.mask.mask_mod.target)
     operands = (tuple(call.captured), tuple(terms), call.mask, mask_mod, tuple(call.mask_captured))
-    # The graph as it is now: hoisting puts another in its place.
+    # This is the graph before hoisting, which replaces it by another one.
     return _Sketch(picture, gm, call.query, call.key, module, *operands)
 
 
 def _extents(node: Node) -> list[Any]:
-    """How many batch elements, heads, queries and keys an attention of Dynamo's graph has."""
+    """Return the numbers of batch elements, heads, queries and keys of an attention of Dynamo's graph."""
     query, key = (n.meta["example_value"].shape for n in node.args[:2])
     return [*query[:3], key[2]]
 
 
 def learned_terms(graph: Graph) -> list[Node]:
-    """The learned terms of a score_mod's graph: the largest parts that learn, are no sums, and are without the score."""
+    """Return the learned terms of a score_mod's graph.
+
+    They are the largest parts that have learned inputs, are not sums, and do not depend on the score.
+    """
     inputs = ScoreMod.of(graph)
     learns = {n for n in inputs.captured if _is_learned(n)}
     scored = {inputs.score}
@@ -189,7 +194,7 @@ def learned_terms(graph: Graph) -> list[Node]:
     def visit(node: Any) -> None:
         if not isinstance(node, Node) or node not in learns or node in found:
             return
-        # What is read at an index made of the score is a term too, though there is nothing to draw.
+        # A read at an index that is computed from the score is a term too, although it cannot be drawn.
         read_by_score = any(n.op == "placeholder" for n in node.all_input_nodes if n in learns)
         if hoisting._adds_numbers(node) or (node in scored and not read_by_score):
             for n in node.all_input_nodes:
@@ -213,17 +218,17 @@ def _is_float(node: Node) -> bool:
 
 
 def _describe_reads(gm: GraphModule, attention: Node, sketch: _Sketch) -> None:
-    """Say of every term how the score_mod reads it after hoisting."""
+    """Describe for every term how the score_mod reads it after hoisting."""
     call = ForwardCall.of(attention)
     graph = getattr(gm, call.score_mod.target).graph
     operands = dict(zip(ScoreMod.of(graph).captured, call.captured, strict=True))
     tables = {p for p, operand in operands.items() if operand not in sketch.captured}
     owners, depends = list(operands), footprints(graph, _extents(attention))
     for i, term in enumerate(sketch.picture.terms):
-        # What adds a term up with others takes over its metadata: the term itself comes first.
+        # A sum of a term and others has the metadata of the term too. The term itself comes first.
         node = next((n for n in graph.nodes if i in n.meta.get("terms", ()) and n.op != "placeholder"), None)
         if node is None:
-            term.read = "not at all: no key is in it, so softmax does not see it"
+            term.read = "it is not read: it does not depend on the key, so softmax cancels it"
             continue
         reads = _reads(node, operands)
         term.owners = tuple(dict.fromkeys(owners.index(read.args[0]) for read in reads))
@@ -234,12 +239,12 @@ def _describe_reads(gm: GraphModule, attention: Node, sketch: _Sketch) -> None:
 
 
 def _reads(node: Node, operands: dict[Node, Any]) -> list[Node]:
-    """The reads of captured tensors of floats that a node is computed from."""
+    """Return the reads of captured tensors of floats from which a node is computed."""
     return [n for n in cone(node) if n.op == "call_function" and n.args and n.args[0] in operands and _is_float(n)]
 
 
 def _reading(read: Node, operand: Any, is_table: bool, footprint: Footprint, on_gpu: bool) -> str:
-    """What a kernel reads in one expression of a score_mod."""
+    """Describe what a kernel reads for one expression of a score_mod."""
     shape = [length(n) for n in operand.meta["example_value"].shape]
     name = "a table made outside the kernel" if is_table else expression(read.args[0])
     how = "looked up for every pair" if footprint.unknown or footprint.score else footprint.kind.reads
@@ -252,7 +257,7 @@ def _reading(read: Node, operand: Any, is_table: bool, footprint: Footprint, on_
 
 
 def _fill(sketches: Sequence[_Sketch], values: Values, inputs: Sequence[Any]) -> None:
-    """Compute what is drawn, from the inputs of a call. What cannot be computed stays away, with the reason."""
+    """Compute the values from the inputs of a call. If values cannot be computed, the picture has the reason instead."""
     with torch.no_grad():
         values.begin(inputs)
         for sketch in sketches:
@@ -280,7 +285,7 @@ def _fill_one(sketch: _Sketch, values: Values) -> None:
 
 
 def _stand_in(operand: Any, of: Callable[[Any], Any]) -> Any:
-    """Random numbers, the same every time, of the shape of a captured tensor of floats; any other operand itself."""
+    """Return random numbers for a captured tensor of floats, the same every time. Other operands keep their values."""
     value = fake_tensor(operand)
     if value is None or not value.is_floating_point():
         return of(operand)
@@ -309,7 +314,7 @@ def _mask(
     lengths: Sequence[int],
     device: torch.device,
 ) -> tuple[Grid | None, Grid | None]:
-    """What the mask shows at the sampled positions, and which blocks are skipped, partial or full."""
+    """Compute what the mask shows at the sampled positions, and which blocks are skipped, partial or full."""
     mask = sketch.block_mask
     height, width = of((mask.query_block_size, mask.key_block_size))
     everything = hoisting._mask_is_trivial(sketch.mask_mod)
@@ -323,7 +328,7 @@ def _mask(
     try:
         states = block_states(*of(lists))
     except NotKnown as error:
-        # The mask_mod alone, as if every block were partial.
+        # Draw only the mask_mod, as if every block were partial.
         grid = _drawn(rows, columns, lambda: mask_values().float())
         return grid, Grid([], [], None, _reason(error))
     rows_of, columns_of = (torch.tensor([i // n for i in p]) for p, n in ((rows, height), (columns, width)))

@@ -1,4 +1,4 @@
-"""``gradfuse explain SCRIPT``: run a script, and show what was decided for every graph that gradfuse compiled in it."""
+"""``gradfuse explain SCRIPT`` runs a script, and shows the decisions for every graph that gradfuse compiles in it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..core.table import wrapped
 from ..torch_api.config import without_caches
 from .html import lines, page
 
-#: What the process ends with where Python is interrupted.
+#: The exit code of the process if Python is interrupted.
 INTERRUPTED = 130
 
 
 def split_html(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """A script's arguments without ``--html FILE`` or ``--html=FILE``, and FILE; after ``--`` all belong to the script.
+    """Return a script's arguments without ``--html FILE`` or ``--html=FILE``, and FILE.
 
-    Raises ValueError where ``--html`` comes without a file.
+    All arguments after ``--`` belong to the script. Raises ValueError if ``--html`` comes without a file.
     """
-    own, html = [], None
+    kept, html = [], None
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
-            return [*own, *rest], html
+            return [*kept, *rest], html
         if argument == "--html":
             html = next(rest, None)
             if html is None:
@@ -34,15 +34,15 @@ def split_html(arguments: Sequence[str]) -> tuple[list[str], str | None]:
         elif argument.startswith("--html="):
             html = argument.removeprefix("--html=")
         else:
-            own.append(argument)
-    return own, html
+            kept.append(argument)
+    return kept, html
 
 
 def run(script: str, arguments: Sequence[str] = (), html: str | None = None) -> int:
     """Run ``script`` as the main module and print the decisions; write them, with pictures, to ``html`` if given.
 
-    Returns the exit code: the script's own where it does not succeed (1 where it raises, after its traceback), else 0, or 1
-    where it compiled no graph with gradfuse. Every graph is compiled from scratch.
+    Returns the exit code of the script if the script fails (1 if it raises; its traceback is then printed). If it succeeds,
+    returns 0, or 1 if it compiled no graph with gradfuse. Every graph is compiled from scratch.
     """
     if not Path(script).is_file():
         print(f"gradfuse explain: there is no file {script!r}", file=sys.stderr)
@@ -52,7 +52,7 @@ def run(script: str, arguments: Sequence[str] = (), html: str | None = None) -> 
     _show(report, script)
     if html is not None and report.graphs:
         Path(html).write_text(page(report, f"gradfuse explain {script}"), encoding="utf-8")
-        print(f"{html} shows this with pictures of the masks and of the learned terms.")
+        print(f"{html} shows these decisions with pictures of the masks and of the learned terms.")
     sys.stdout.flush()
     if error is not None:
         traceback.print_exception(error.with_traceback(_in_script(error, script)))
@@ -60,7 +60,7 @@ def run(script: str, arguments: Sequence[str] = (), html: str | None = None) -> 
 
 
 def _run(script: str, arguments: Sequence[str]) -> tuple[int, BaseException | None]:
-    """The exit code of a script, run as ``python SCRIPT ...`` would, and what it raised."""
+    """Run a script as ``python SCRIPT ...`` would. Returns its exit code and its exception, if there is one."""
     before = sys.argv[:], sys.path[:]
     sys.argv[:] = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -88,7 +88,7 @@ def _show(report: Report, script: str) -> None:
 
 
 def _in_script(error: BaseException, script: str) -> object:
-    """The traceback from the script's own first line on, all of it where that is not in it."""
+    """Return the traceback from the first line of the script on, or all of it if the script is not in it."""
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename != script:
         at = at.tb_next

@@ -18,17 +18,17 @@ __all__ = ["CustomGraphPass", "compile_fx", "compile_fx_inner", "inductor_config
 
 
 def inductor_options() -> list[str]:
-    """Every option that ``torch.compile(options=...)`` takes for Inductor."""
+    """Return every option that ``torch.compile(options=...)`` takes for Inductor."""
     return sorted(inductor_config.get_config_copy())
 
 
 def inductor_patches(mode: str | None, options: dict[str, Any], dynamic: bool | None) -> dict[str, Any]:
-    """The configuration that ``backend="inductor"`` would set for ``mode`` and ``options``, checked as it checks them."""
+    """Return the configuration that ``backend="inductor"`` sets for ``mode`` and ``options``, after its checks."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
 
 
 def reset_cudagraphs() -> None:
-    """Forget recorded CUDA graphs, as ``torch._dynamo.reset`` asks of Inductor's own wrapper."""
+    """Forget recorded CUDA graphs. ``torch._dynamo.reset`` calls the same method of Inductor's wrapper."""
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -36,26 +36,27 @@ def reset_cudagraphs() -> None:
 
 
 def custom_passes(value: Any) -> list[Any]:
-    """A custom-pass option (None, one pass or, from torch 2.13, several) as a list."""
+    """Return the value of a custom-pass option (None, one pass or, from torch 2.13, several passes) as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def donated_buffers() -> list[int] | None:
-    """The saved tensors that the backward which is being compiled may overwrite.
+    """Return the saved tensors that the backward which is being compiled may overwrite.
 
-    Inductor's key of a backward graph knows nothing of them (torch 2.11 to 2.15): a backward that must keep them, for
-    ``retain_graph``, would take the code of one that overwrites what it reads, and a second call would be wrong.
+    Inductor's key of a backward graph does not contain them (torch 2.11 to 2.15). Without them in our key, a backward that
+    must keep the tensors, for ``retain_graph``, would take the code of one that overwrites them, and a second call would be
+    wrong.
     """
     return get_donated_idxs()
 
 
 def cacheable(functions: dict[str, str], patches: dict[str, Any]) -> dict[str, Any]:
-    """The configuration by which the caches of AOTAutograd and Inductor take graphs with these functions, and our loops.
+    """Return the configuration that lets the caches of AOTAutograd and Inductor take graphs with these functions and loops.
 
-    ``functions`` gives each one's qualified name and what its behaviour depends on, which joins the keys; what the user's
-    configuration ``patches`` names stays.
+    ``functions`` is a dict from the qualified name of a function to a text for the cache keys, on which its behaviour
+    depends. The functions that the user's configuration ``patches`` names are kept.
     """
     name = "unsafe_marked_cacheable_functions"
     loops = {f"{op.__module__}.{op.__name__}": "" for op in (scan_op, while_loop_op)}
@@ -64,7 +65,7 @@ def cacheable(functions: dict[str, str], patches: dict[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
-    """Compile from scratch inside the block: neither the FX-graph cache nor AOTAutograd's is read or written."""
+    """Compile from scratch inside the block. Neither the FX-graph cache nor AOTAutograd's cache is read or written."""
     import torch._functorch.config as functorch_config
 
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
@@ -72,13 +73,13 @@ def without_caches() -> Iterator[None]:
 
 
 def uses_triton_on_cpu() -> bool:
-    """Whether Inductor emits Triton for CPU tensors (the interpreter harness does)."""
+    """Return whether Inductor emits Triton for CPU tensors (under the interpreter of the tests it does)."""
     return inductor_config.cpu_backend == "triton"
 
 
 @contextlib.contextmanager
 def deterministic_lowerings(wanted: bool) -> Iterator[None]:
-    """Lower what surrounds our kernels (the gradient of a gather) as under ``torch.use_deterministic_algorithms(True)``."""
+    """Lower the ops around our kernels (e.g. the gradient of a gather) as ``torch.use_deterministic_algorithms`` asks."""
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if not wanted or before:
         yield

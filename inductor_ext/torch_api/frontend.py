@@ -1,4 +1,4 @@
-"""The front end: Dynamo's registry of backends, its checks, and what it refuses before a backend sees a graph."""
+"""The front end: Dynamo's registry of backends, and its checks, which can refuse a program before a backend sees it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _flex_ops = importlib.import_module("torch._higher_order_ops.flex_attention")
 
 
 def register(name: str, backend: Callable[..., Any]) -> None:
-    """Make ``backend`` known to ``torch.compile(backend=name)`` where no installed entry point does so.
+    """Make ``backend`` known to ``torch.compile(backend=name)``, if no installed entry point does so.
 
-    Loading an entry point imports this package, and Dynamo then registers what it loaded: it refuses a name it has already.
+    If Dynamo loads an entry point, this package is imported, and Dynamo registers the backend afterwards. It refuses a name
+    that it already has.
     """
     if not entry_points(group="torch_dynamo_backends", name=name) and _COMPILER_FNS.get(name) is not backend:
         register_backend(compiler_fn=backend, name=name)
 
 
 def _compiling_backend() -> Any:
-    """The ``compiler_fn`` of the frame that Dynamo is tracing now, wrappers removed; None outside a trace."""
+    """Return the ``compiler_fn`` of the frame that Dynamo traces now, without wrappers, or None outside a trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -45,12 +46,12 @@ def _compiling_backend() -> Any:
     return compiler_fn
 
 
-#: Where what wraps a backend keeps it: Dynamo's own wrappers, partial functions, decorators.
+#: The attributes in which wrappers keep a backend: Dynamo's wrappers, partial functions, decorators.
 _WRAPPED = ("compiler_fn", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "func", "__wrapped__")
 
 
 def _unwrapped(compiler_fn: Any) -> Any:
-    """The backend inside one wrapper; a backend that is not wrapped is returned as it is."""
+    """Return the backend inside one wrapper. A backend that is not wrapped is returned unchanged."""
     # Under DistributedDataParallel the compiler is a bound method of Dynamo's optimizer, which holds the backend.
     owner = getattr(compiler_fn, "__self__", None)
     inner = getattr(owner, "backend_compile_fn", None)
@@ -60,7 +61,7 @@ def _unwrapped(compiler_fn: Any) -> Any:
 
 
 def check_options_at_once(backend: Callable[..., Any], check: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` itself call ``check(mode=, options=)`` for ``backend``, as it checks Inductor's itself."""
+    """Make ``torch.compile`` itself call ``check(mode=, options=)`` for ``backend``, as it does for Inductor."""
     get_compiler_fn = eval_frame.get_compiler_fn
     if getattr(get_compiler_fn, "_gradfuse", False):
         return
@@ -76,11 +77,11 @@ def check_options_at_once(backend: Callable[..., Any], check: Callable[..., Any]
 
 
 def relax_front_end_checks(backend: Callable[..., Any]) -> None:
-    """Lift two of flex_attention's refusals while ``backend`` compiles, and only then; no backend gets a say in them.
+    """Lift two refusals of flex_attention while ``backend`` compiles, and only then. A backend cannot change them itself.
 
-    The device check (CPU tensors that need a gradient) stands in the public function, which Dynamo inlines. The check that
-    a score_mod's output depends on its score (torch 2.15) stands in the op's autograd, which Dynamo runs on fake tensors
-    before it hands over a graph. Under any other backend, and in eager mode, the original code runs.
+    The device check (CPU tensors that need a gradient) is in the public function, which Dynamo inlines. The check that a
+    score_mod's output depends on its score (torch 2.15) is in the op's autograd, which Dynamo runs on fake tensors before
+    the backend gets a graph. Under any other backend, and in eager mode, the original code runs.
     """
     if getattr(_flex_module._validate_device, "_gradfuse", False):
         return
@@ -115,8 +116,8 @@ def relax_front_end_checks(backend: Callable[..., Any]) -> None:
 def relax_captured_scans(backend: Callable[..., Any]) -> None:
     """Lift associative_scan's refusal of captured tensors and sizes under autograd while Dynamo traces for ``backend``.
 
-    The op's autograd stands in the way already when Dynamo runs it on fake tensors; what AOTAutograd differentiates later is
-    what the backend makes of the node. There the refusal is in force, so no gradient can get lost.
+    The op's autograd already refuses when Dynamo runs it on fake tensors. AOTAutograd later differentiates the nodes with
+    which the backend replaces this one. There the refusal is still active, so no gradient can get lost.
     """
     autograd_key = torch._C.DispatchKey.Autograd
     original = associative_scan_op.py_kernels[autograd_key]
@@ -137,21 +138,22 @@ def relax_captured_scans(backend: Callable[..., Any]) -> None:
 
 
 def scalar_indexing() -> contextlib.AbstractContextManager[Any]:
-    """Inside, ``table[i]`` with a 0-d tensor i is an op that vmap knows, as flex_attention traces score_mods."""
+    """Make ``table[i]`` with a 0-d tensor i an op that vmap knows, as flex_attention does to trace score_mods."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
 
 
 def saved_tensors_hooks_disabled() -> contextlib.AbstractContextManager[Any]:
-    """Inside, autograd calls no hooks for what it saves (as while Dynamo traces)."""
+    """Make autograd call no hooks for saved tensors, as Dynamo does while it traces."""
     return dynamo_utils._disable_saved_tensors_hooks_during_tracing()
 
 
 def serializable(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``compile_fx`` returned, as ``aot_compile`` wants it while that precompiles a function.
+    """Wrap the result of ``compile_fx`` for ``aot_compile``, while that precompiles a function.
 
-    torch 2.11 wraps only what its own backends return; later ones wrap whatever can be serialized, as this does.
+    torch 2.11 wraps only the results of its own backends. Later releases wrap every result that can be serialized, and so
+    does this function.
     """
     import torch._functorch.config as functorch_config
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable

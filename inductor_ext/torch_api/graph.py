@@ -1,4 +1,4 @@
-"""What the nodes of a graph hold: operators, their schemas, and nested tuples, lists and dicts of values."""
+"""The contents of nodes: operators with their schemas, and nested tuples, lists and dicts of values."""
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree

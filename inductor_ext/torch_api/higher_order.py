@@ -42,12 +42,12 @@ class FlexBlockMask(NamedTuple):
 
     @classmethod
     def of(cls, operand: Sequence[Any]) -> FlexBlockMask:
-        """Read the operand of any supported torch: ten entries in front, three at the end."""
+        """Read the operand of any supported torch: the first ten entries and the last three."""
         return cls(*operand[:10], *operand[-3:])
 
 
 def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any) -> Any:
-    """Stock's tuned tile sizes: ``(forward configs, backward configs)``; one each outside max-autotune."""
+    """Return stock's tuned tile sizes, ``(forward configs, backward configs)``: one of each without max-autotune."""
     choices = V.choices
     forward = choices.get_flex_attention_fwd_configs
     args: tuple[Any, ...] = (head_dim, dtype, device.type)

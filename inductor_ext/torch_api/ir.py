@@ -17,10 +17,10 @@ __all__ = ["inductor_ir"]
 
 
 def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of one value, realized and registered on the graph that is being lowered.
+    """Make a contiguous tensor of one value, realized and registered on the graph that is being lowered.
 
-    The layout is fixed at once: Inductor pads the strides of a flexible one (from 1024 elements), and a template that
-    computes addresses for itself would write between the rows.
+    The layout is fixed immediately. Inductor pads the strides of a flexible layout (from 1024 elements), and a template that
+    computes addresses itself would write between the rows.
     """
     box = lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device)
     box.realize()
@@ -29,7 +29,7 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
 
 
 def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Callable[..., Any]) -> Any:
-    """``target[at(index)] = load(index)`` for every index of ``size``; ``target`` is changed."""
+    """Store ``target[at(index)] = load(index)`` for every index of ``size``. Changes ``target``."""
     target.realize()
     scatter = inductor_ir.Scatter(
         device=target.get_device(),
@@ -45,15 +45,15 @@ def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Cal
     return target
 
 
-def add_in_order(target: Any, place: Any, values: Any) -> Any:
-    """``target[place] += values`` by ATen's sorted index_put, whose order of additions is fixed; ``target`` is changed."""
-    operands = [inductor_ir.ExternKernel.realize_input(x) for x in (place, values)]
+def add_in_order(target: Any, offsets: Any, values: Any) -> Any:
+    """Compute ``target[offsets] += values`` in place, by ATen's sorted index_put, whose order of additions is fixed."""
+    operands = [inductor_ir.ExternKernel.realize_input(x) for x in (offsets, values)]
     inductor_ir.IndexPutFallback(torch.ops.aten.index_put_.default, target, [operands[0]], operands[1], True)
     return target
 
 
 def realize(nodes: Sequence[Any]) -> list[Any]:
-    """Give every IR node of the list a buffer with a frozen layout; None and symbolic integers pass through."""
+    """Give every IR node of the list a buffer with a frozen layout. None and symbolic integers do not change."""
     out = [realize_inputs(_by_pointer(x)) if isinstance(x, inductor_ir.IRNode) else x for x in nodes]
     for node in out:
         if isinstance(node, inductor_ir.IRNode):
@@ -63,47 +63,47 @@ def realize(nodes: Sequence[Any]) -> list[Any]:
 
 
 def stored(x: Any) -> Any:
-    """An IR node whose value is in a buffer of its own, which what reads it loads and does not compute anew."""
+    """Put the value of an IR node into a separate buffer. Its users then load the value and do not compute it again."""
     x.realize()
     buffer = x.data.data
     if isinstance(buffer, inductor_ir.ComputedBuffer):
-        # Without this, one that is computed of positions alone is put into what reads it, as a sympy expression.
+        # Without this, a value that is computed from positions only becomes a sympy expression inside its users.
         buffer._force_realize = True
     return x
 
 
 def _by_pointer(node: Any) -> Any:
-    """Inductor passes a one-element CPU tensor to a Triton kernel by value; a template wants its address."""
+    """Copy a one-element CPU tensor: Inductor passes it to a Triton kernel by value, and a template needs its address."""
     one_on_cpu = node.get_device().type == "cpu" and sympy.prod(node.get_size()) == 1
     return inductor_ir.ExternKernel.copy_input(node) if one_on_cpu else node
 
 
 def require_contiguous(node: Any) -> Any:
-    """``node`` in a contiguous buffer."""
+    """Return ``node`` in a contiguous buffer."""
     return inductor_ir.ExternKernel.require_contiguous(node)
 
 
 def in_order_of(node: Any, strides: Sequence[Any]) -> Any:
-    """``node`` with its dims in the memory order of ``strides``, without a copy where its layout is still open."""
+    """Return ``node`` with its dims in the memory order of ``strides``, without a copy if its layout is not yet fixed."""
     return inductor_ir.ExternKernel.require_stride_order(
         node, inductor_ir.get_stride_order(strides, V.graph.sizevars.shape_env)
     )
 
 
 def input_buffer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A 0-d placeholder that a template replaces by a tile when the subgraph is inlined."""
+    """Make a 0-d placeholder that a template replaces by a tile when it inlines the subgraph."""
     return inductor_ir.TensorBox.create(
         inductor_ir.InputBuffer(name=name, layout=inductor_ir.FixedLayout(device, dtype, [], []))
     )
 
 
 def fixed_layout(device: torch.device, dtype: torch.dtype, size: Sequence[Any], stride: Sequence[Any]) -> Any:
-    """A layout that Inductor may not change."""
+    """Make a layout that Inductor may not change."""
     return inductor_ir.FixedLayout(device, dtype, list(size), stride=[sympy.sympify(s) for s in stride])
 
 
 def node_layout(output: int | None = None) -> Any:
-    """The layout that the node which is being lowered has by its fake implementation (or one of its outputs has)."""
+    """Return the layout that its fake implementation gives the node that is being lowered, or one of its outputs."""
     value = V.graph.current_node.meta["val"]
     value = value if output is None else value[output]
     size, stride = ([x.node.expr if isinstance(x, torch.SymInt) else x for x in xs] for xs in (value.shape, value.stride()))
@@ -111,9 +111,9 @@ def node_layout(output: int | None = None) -> Any:
 
 
 def dense_strides(size: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Dense strides of ``size`` in the dimension order of ``like``, the last dimension innermost.
+    """Return dense strides of ``size`` in the dimension order of ``like``, with the last dimension innermost.
 
-    This is the layout that flex_attention's fake implementation promises for outputs and gradients.
+    flex_attention's fake implementation gives outputs and gradients this layout.
     """
     order = list(inductor_ir.get_fill_order(like, V.graph.sizevars.shape_env))
     last = len(size) - 1
@@ -128,9 +128,9 @@ def dense_strides(size: Sequence[Any], like: Sequence[Any]) -> list[Any]:
 
 
 def is_aligned(node: Any, alignment: int) -> bool:
-    """Whether the first element of a buffer or view is known to lie at a multiple of ``alignment`` (at most 16) bytes.
+    """Return whether the address of the first element of a buffer or view is a multiple of ``alignment`` (at most 16) bytes.
 
-    Inductor keeps count of inputs on GPUs only; the interpreter does not care.
+    Inductor knows the alignment of inputs on GPUs only, and the interpreter does not need it.
     """
     offset = node.get_layout().offset * node.get_dtype().itemsize
     if node.get_device().type != "cpu" and node.get_name() in V.graph.unaligned_buffers:
@@ -139,5 +139,5 @@ def is_aligned(node: Any, alignment: int) -> bool:
 
 
 def contiguous_strides(size: Sequence[Any]) -> list[Any]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return list(inductor_ir.FlexibleLayout.contiguous_strides(list(size)))

@@ -1,4 +1,4 @@
-"""Inductor's tables of lowerings and decompositions, and how they are changed while one of our graphs compiles."""
+"""Inductor's tables of lowerings and decompositions, and changes to Inductor while one of our graphs compiles."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["PointwiseSubgraphLowering", "V", "empty", "empty_strided", "lowering
 
 
 def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:
-    """Put an op of ours into Inductor's table of decompositions, for good: a table passed to compile_fx has no cache key."""
+    """Add an op of ours to Inductor's table of decompositions, permanently: a table for compile_fx has no cache key."""
     _decomposition.decompositions[op] = decomposition
     _decomposition.fast_random_decomps.cache_clear()
 
 
 def fallback(op: Any) -> Callable[..., Any]:
-    """The lowering that calls a custom op's own code."""
+    """Return the lowering that calls the code of a custom op."""
     return fallback_handler(overload(op), add_to_fallback_set=False)
 
 
 def overload(op: Any) -> Any:
-    """A custom op as a node of a graph has it."""
+    """Return the overload of a custom op, which is the target of a node in a graph."""
     return op._opoverload
 
 
 @contextlib.contextmanager
 def override_lowerings(table: dict[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Swap entries of Inductor's table of lowerings and put the old ones back on any exit."""
+    """Replace entries of Inductor's table of lowerings inside the block, and restore the old ones at every exit."""
     before = {op: lowerings.get(op) for op in table}
     lowerings.update(table)
     try:
@@ -51,9 +51,9 @@ def override_lowerings(table: dict[Any, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_in_registers() -> Iterator[None]:
-    """Inside the block Inductor's Triton masks a value that a kernel reads of what it computed itself.
+    """Make Inductor's Triton code mask a value that a kernel has computed itself and then reads.
 
-    Before 2.15 it leaves that to a load, and there is none: ``pad(softmax(x)[:-1], (0, 1)).sum()`` comes out as 1.
+    Before 2.15 the load applies the mask, and here there is no load: ``pad(softmax(x)[:-1], (0, 1)).sum()`` would be 1.
     """
     from torch._inductor.codegen.triton import TritonKernelOverrides
     from torch._inductor.codegen.triton import ops as triton_ops
@@ -78,11 +78,11 @@ def masks_in_registers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scans_allowed(gm: torch.fx.GraphModule) -> Iterator[None]:
-    """Let Inductor turn every ``scan`` that we put into ``gm`` into a loop that is right.
+    """Let Inductor turn every ``scan`` that we put into ``gm`` into a correct loop.
 
-    Two things are in the way. The loop counter is read as a Python scalar, which fake tensors allow only where Dynamo saw
-    the loop itself (or under fullgraph=True). And a loop body that updates what it carries in place hands its input back
-    as its output, after which the memory planner takes that buffer for dead and reuses it (seen in torch 2.13).
+    There are two problems. The loop counter is read as a Python scalar, which fake tensors allow only if Dynamo has traced
+    the loop itself (or under fullgraph=True). And if a loop body updates its carried value in place, it returns its input as
+    its output; the memory planner then thinks that nobody reads the buffer any more, and reuses it (seen in torch 2.13).
     """
     values = [n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     fake_mode = detect_fake_mode(values)

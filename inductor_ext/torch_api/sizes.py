@@ -1,4 +1,4 @@
-"""Sizes that may be symbolic, and the expressions that they are made of."""
+"""Sizes that may be symbolic, and functions in their expressions."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ __all__ = ["CeilDiv", "FloorDiv", "Mod", "ValueRanges", "bound_sympy", "statical
 
 
 def hint(value: Any) -> int:
-    """The size that autotuning assumes for a symbolic integer."""
+    """Return the size that autotuning assumes for a symbolic integer."""
     sizevars = V.graph.sizevars
     read = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
     return int(read(value))
 
 
 def length(size: Any) -> int:
-    """A size of Dynamo's graph as it was when that was traced, without a guard on it."""
+    """Return the value that a size of Dynamo's graph had when that was traced. No guard is added."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def known_at_most(value: Any, most: int) -> bool:
-    """Whether a size is known to be at most ``most``."""
+    """Return whether a size is known to be at most ``most``."""
     return V.graph.sizevars.statically_known_leq(value, most)
 
 
 def size_hint(size: Any) -> int | None:
-    """The size that an int or SymInt of a graph had when it was traced; None where data decides it."""
+    """Return the value that an int or SymInt of a graph had when it was traced, or None if it depends on data."""
     return size if isinstance(size, int) else size.node.hint
 
 
 def guarded_true(condition: Any) -> bool:
-    """Whether a condition on sizes holds; where they are symbolic and it holds for the traced ones, a guard makes it so.
+    """Return whether a condition on sizes holds.
 
-    A condition that does not hold for the traced sizes is False without a guard.
+    If sizes are symbolic and the condition holds for the traced sizes, a guard is added. If it does not hold for the traced
+    sizes, the result is False, without a guard.
     """
     if not isinstance(condition, torch.SymBool):
         return bool(condition)

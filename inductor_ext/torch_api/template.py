@@ -1,4 +1,4 @@
-"""Triton templates of Inductor, and the choice between their tiles."""
+"""Triton templates of Inductor, and the choice of their tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SymbolicGridFn"]
 
 
 def make_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
-    """A TritonTemplate whose input layouts are frozen where this torch has the switch."""
+    """Make a TritonTemplate. Its input layouts are frozen if this torch has that option."""
     extra = {}
     if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
         extra["always_freeze_layout"] = True
@@ -31,8 +31,8 @@ def autotune(
 ) -> Any:
     """Pick the fastest choice (the only one outside max-autotune) and return its output.
 
-    The subgraphs' inputs and outputs are left on the template buffer, where Inductor looks for the symbolic integers
-    that an inlined subgraph uses.
+    The subgraphs' inputs and outputs are stored on the template buffer, because Inductor looks there for the symbolic
+    integers that an inlined subgraph uses.
     """
     nodes = [x for x in inputs if isinstance(x, inductor_ir.IRNode)]
     out = autotune_select_algorithm(name, choices, nodes, layout, input_gen_fns=input_gen_fns)

@@ -1,4 +1,4 @@
-"""Tracing functions to graphs, and the structured trace that tlparse reads."""
+"""Trace functions to graphs, and write to the structured trace that tlparse reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["detect_fake_mode"]
 
 
 def is_traced() -> bool:
-    """Whether somebody collects the artifacts of a structured trace (TORCH_TRACE)."""
+    """Return whether the artifacts of a structured trace are collected (TORCH_TRACE)."""
     return bool(trace_log.handlers)
 
 
@@ -49,7 +49,7 @@ def _compiling() -> Iterator[None]:
 
 
 def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:
-    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops, whatever is being traced around it."""
+    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops. An outer trace has no influence on it."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():

@@ -1,6 +1,6 @@
-"""The names of torch that are not documented API: what they are, who uses them, and which this torch lacks.
+"""The names of torch that are not documented API, with the modules that use them, and the names that this torch lacks.
 
-A new torch release is checked here first: ``gradfuse doctor`` lists what it no longer has.
+This is the first check for a new torch release: ``gradfuse doctor`` lists the names that it no longer has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: The oldest and the newest release of torch that the tests run on.
+#: The oldest and the newest release of torch on which the tests run.
 OLDEST, NEWEST = "2.11", "2.15"
 
 
@@ -23,20 +23,24 @@ class UnsupportedTorchError(ImportError):
         lines = "".join(f"\n  {name.where}, used by torch_api/{name.used_by}.py" for name in missing)
         super().__init__(
             f"gradfuse works with torch {OLDEST} to {NEWEST}. This is torch {torch.__version__}, which lacks:{lines}\n"
-            'Install a supported torch, or go on without gradfuse: torch.compile(model, backend="inductor").'
+            'Install a supported torch, or continue without gradfuse: torch.compile(model, backend="inductor").'
         )
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """where: "module" or "module:attribute". used_by: modules of torch_api. since: the first torch known to have it."""
+    """One name.
+
+    where: "module" or "module:attribute". used_by: the modules of torch_api that use it. since: the first torch that is
+    known to have it.
+    """
 
     where: str
     used_by: str
     since: str = OLDEST
 
     def exists(self) -> bool:
-        """Whether this torch has it. Imports its module."""
+        """Return whether this torch has the name. Imports its module."""
         module, _, attribute = self.where.partition(":")
         try:
             found = importlib.import_module(module)
@@ -125,12 +129,12 @@ NAMES: tuple[PrivateName, ...] = (
 
 
 def missing() -> list[PrivateName]:
-    """The names that this torch lacks."""
+    """Return the names that this torch lacks."""
     return [name for name in NAMES if not name.exists()]
 
 
 def check() -> None:
-    """Raise UnsupportedTorchError where this torch lacks a name that gradfuse needs."""
+    """Raise UnsupportedTorchError if this torch lacks a name that gradfuse needs."""
     absent = missing()
     if absent:
         raise UnsupportedTorchError(absent)

@@ -208,7 +208,7 @@ class Case:
             got = torch.zeros(want.shape, dtype=dtype) if got is None else got
             assert got.dtype == dtype, (name, got.dtype)
             if name in self.zero:
-                # Zero by theory; what is left is the rounding of sums over a row of terms of order one.
+                # This gradient is zero by theory; the rest is the rounding of sums over a row of terms of order one.
                 allowed = max(100 * TOLERANCE[torch.float32], 2 * float(reference.abs().max()))
                 assert got.abs().max() < allowed, (name, got.abs().max(), allowed)
             else:

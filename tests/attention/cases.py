@@ -29,7 +29,7 @@ def _bucket(d: Tensor) -> Tensor:
     return torch.where(d > 0, 8, 0) + d.abs().clamp(max=7)
 
 
-#: Positions and heads of a case that says nothing else.
+#: The default numbers of positions and heads of a case.
 S, H = 80, Case.heads
 IDENTITY = ({}, lambda t: lambda s, b, h, q, k: s, lambda t: lambda s, b, h, q, k: s)
 _relative = lambda t: lambda s, b, h, q, k: s + t["t"][h, q - k + S]  # noqa: E731

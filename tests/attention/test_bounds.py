@@ -1,4 +1,4 @@
-"""Interval arithmetic over score_mod graphs: a claimed range is never too small."""
+"""Interval arithmetic over score_mod graphs: the range that it finds is never too small."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The rewrite of score_mods on Dynamo's graph: what becomes of each pattern."""
+"""The rewrite of score_mods on Dynamo's graph: the result for each pattern."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_an_unused_capture_is_dropped():
     table = torch.randn(2, requires_grad=True)
     seen = rewritten(lambda s, b, h, q, k: (table[h], s)[1])
     assert seen["operands"] == 0
-    assert seen["notes"] == "unused capture dropped"
+    assert seen["notes"] == "a captured tensor that is not used is dropped"
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])

@@ -1,4 +1,4 @@
-"""Joint graphs taken apart: which contributions, at which indices, along which axes."""
+"""Joint graphs are split into contributions: these tests check the values, indices and axes."""
 
 import pytest
 import torch
@@ -87,8 +87,8 @@ def test_contributions_add_up_to_the_gradient(body):
         total = torch.zeros_like(table)
         for contribution in contributions or ():
             value = _on_grid(joint, contribution.value, score.detach(), grad, grid, frozen)
-            place = [_on_grid(joint, i, score.detach(), grad, grid, frozen).long() for i in contribution.indices]
-            total = total.index_put(place, value, accumulate=True) if place else total + value.sum()
+            indices = [_on_grid(joint, i, score.detach(), grad, grid, frozen).long() for i in contribution.indices]
+            total = total.index_put(indices, value, accumulate=True) if indices else total + value.sum()
         torch.testing.assert_close(total, expected)
 
 

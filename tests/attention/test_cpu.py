@@ -22,7 +22,7 @@ def test_graphs_match_float64(name):
         CASES[name].check("cpu")
 
 
-#: As C++: what its code generation has stumbled over, or may; the others are the same operations.
+#: These cases also run as C++, because its code generation had a fault here or may have one. The others use the same ops.
 COMPILED = ["one_query_one_key", "odd_length", "gqa", "bfloat16", "pair_batch"]
 
 

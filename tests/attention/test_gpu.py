@@ -49,7 +49,7 @@ def test_half_precision_matches_float64(case):
 
 @pytest.mark.parametrize("case", BIASES + REFUSED, ids=lambda c: c.name)
 def test_deterministic(case):
-    """Right, and bitwise equal over ten runs."""
+    """The gradients are right, and bitwise equal over ten runs."""
     case = dataclasses.replace(case, dtype=torch.bfloat16, dim=64)
     inputs, tables = case.make("cuda")
     compiled = torch.compile(case.function(tables, "cuda"), backend="gradfuse", options={"deterministic": True})

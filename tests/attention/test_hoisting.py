@@ -1,4 +1,4 @@
-"""What the hoisting rewrite makes of a score_mod: the graph that is left, the tables' expressions, what is dropped."""
+"""The result of hoisting for a score_mod: the remaining graph, the expressions of the tables, and the dropped terms."""
 
 import copy
 import re
@@ -139,7 +139,9 @@ def test_a_term_without_a_key_stays_where_the_logsumexp_is_asked_for():
 def test_the_report_names_footprint_shape_and_bytes():
     t = table(32, 2)
     notes = hoisted(lambda s, b, h, q, k: s + t[(q - k).abs(), h])["notes"]
-    assert re.fullmatch(r"table: \S+\[abs\(q - k\), h\]: head\+diagonal, \[H, Q \+ K - 1\] of 120 bytes", notes), notes
+    assert re.fullmatch(
+        r"table: \S+\[abs\(q - k\), h\] has the footprint head\+diagonal; its table is \[H, Q \+ K - 1\] of 120 bytes", notes
+    ), notes
 
 
 def test_equal_tables_are_shared():
@@ -175,7 +177,7 @@ class UpToAttention(Interpreter):
 
 
 def scores_of(gm, inputs):
-    """The modified scores less each row's mean, which is all that softmax sees."""
+    """Return the modified scores minus the mean of each row. Softmax depends on nothing else."""
     run = UpToAttention(gm)
     with pytest.raises(Stop):
         run.run(*inputs)

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 
-#: What these add to the others is decided before the kernels, and tested by test_cpu.py.
+#: The kernels of these cases are the same as those of others; test_cpu.py tests what is decided before the kernels.
 SLOW = {"gqa_one_kv_head", "longer_queries", "head_dim_128", "negative_index", "alibi", "softcap", "nested_four_deep"}
 SLOW |= {"never_used", "whole_table_transformed", "constant_and_variable_index", "output_without_score", "expanded_view"}
 
@@ -30,7 +30,7 @@ def test_matches_float64(case):
         case.check("cpu")
 
 
-#: Cases whose captured gradients take every way to memory, and shapes that end within a tile.
+#: Cases for every reduction of captured gradients, with shapes that end inside a tile.
 ONE_PASS = {"odd_length", "longer_keys", "head_dim_40", "gqa", "kv_batch_1", "causal_small_blocks", "head_scale", "key_bias"}
 ONE_PASS |= {"query_scale", "pair", "pair_batch", "twice", "diagonals_merged"}
 

@@ -1,4 +1,4 @@
-"""Every footprint kind, by the same tests: what it is recognised by, where it stands in the lattice, how its tables lie."""
+"""The same tests for every footprint kind: how it is recognised, its position in the lattice, and the layout of its tables."""
 
 import pytest
 import sympy

@@ -14,7 +14,7 @@ from tests.support.interpreter import triton_on_cpu
 from .case import relative_error
 
 HEADS, WIDTH, LENGTH = 2, 32, 48
-#: The CPU's graphs without code generation, Triton's interpreter, a GPU.
+#: The settings are: the CPU's graphs without code generation, Triton's interpreter, and a GPU.
 DEVICES = [
     "graphs",
     pytest.param("interpreter", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),

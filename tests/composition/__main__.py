@@ -33,7 +33,7 @@ class Recorder:
         if report.skipped or (report.when != "call" and not report.failed):
             return
         cuda = {"gpu", "multi_gpu"} & set(report.keywords)
-        place = f"{'cuda' if cuda else 'cpu'}-{properties.get('world', 1)}"
+        setting = f"{'cuda' if cuda else 'cpu'}-{properties.get('world', 1)}"
         subject = Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
         outcome = "failed" if report.failed else "stock fails too" if "stock" in properties else "passed"
         row = {"outcome": outcome, "seconds": round(report.duration, 1)}
@@ -41,28 +41,28 @@ class Recorder:
             row["stock"] = properties["stock"]
         elif report.failed:
             row["stock"] = "passes or was not asked"
-        self.runs.setdefault(place, {})[f"{subject}: {report.nodeid.partition('::')[2]}"] = row
+        self.runs.setdefault(setting, {})[f"{subject}: {report.nodeid.partition('::')[2]}"] = row
 
 
-def environment(place: str) -> dict[str, Any]:
-    """Where and with what."""
-    cuda = place.startswith("cuda")
+def environment(setting: str) -> dict[str, Any]:
+    """Return the device, the versions and the date of the runs."""
+    cuda = setting.startswith("cuda")
     return {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "triton": version("triton"),
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "processes": int(place.partition("-")[2]),
+        "processes": int(setting.partition("-")[2]),
     }
 
 
 def write(path: Path, runs: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Add the runs to the file; a scenario that ran again replaces its row."""
     result = json.loads(path.read_text()) if path.exists() else {}
-    for place, rows in runs.items():
-        known = result.setdefault(place, {"rows": {}})
-        known["environment"] = environment(place)
+    for setting, rows in runs.items():
+        known = result.setdefault(setting, {"rows": {}})
+        known["environment"] = environment(setting)
         known["rows"] = dict(sorted((known["rows"] | rows).items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(sorted(result.items())), indent=1) + "\n")

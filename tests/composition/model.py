@@ -103,8 +103,8 @@ class Experts(nn.Module):
         weight, chosen = self.choose(rows, tokens)
         order = chosen.flatten().argsort(stable=True)
         source = order // TOPK
-        own = F.one_hot(chosen.flatten()[order], EXPERTS).to(x.dtype)
-        hidden = F.silu(torch.einsum("nd,edf->nef", rows[source], self.up)) * own[..., None]
+        choices = F.one_hot(chosen.flatten()[order], EXPERTS).to(x.dtype)
+        hidden = F.silu(torch.einsum("nd,edf->nef", rows[source], self.up)) * choices[..., None]
         outputs = torch.einsum("nef,efd->nd", hidden, self.down) * weight.flatten()[order, None]
         return torch.zeros_like(rows).index_add(0, source, outputs).view_as(x)
 

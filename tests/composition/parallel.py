@@ -117,12 +117,12 @@ def context_parallel(context: Context, kind: str, as_tensor: bool) -> None:
     _, want = models.reference(model, tokens, targets)
     length = LENGTH // context.world
     offset = context.rank * length
-    own = slice(offset, offset + length)
+    share = slice(offset, offset + length)
     for block in model.blocks:
         block.attention.__class__ = OwnQueries
         block.attention.group = dist.group.WORLD
         block.attention.offset = torch.tensor(offset, device=context.device) if as_tensor else offset
-    (context.compile(model)(tokens[:, own], targets[:, own]) / context.world).backward()
+    (context.compile(model)(tokens[:, share], targets[:, share]) / context.world).backward()
     got = models.gradients(model)
     for name in sorted(got):
         dist.all_reduce(got[name])
@@ -169,8 +169,8 @@ class OwnExperts(models.Experts):
         """What the experts, each at its rank, make of the rows, which are sorted by expert."""
         most = len(rows)
         rank = expert // (EXPERTS // self.world)
-        place = torch.arange(most, device=rows.device) - torch.searchsorted(rank, rank)
-        slot = rank * most + place
+        offset = torch.arange(most, device=rows.device) - torch.searchsorted(rank, rank)
+        slot = rank * most + offset
         sent = torch.zeros(self.world * most, WIDTH, dtype=rows.dtype, device=rows.device).index_copy(0, slot, rows)
         kind = torch.zeros(self.world * most, dtype=torch.int64, device=rows.device).index_copy(0, slot, expert)
         received = all_to_all_single_autograd(sent, None, None, self.group)
@@ -180,8 +180,8 @@ class OwnExperts(models.Experts):
 
     def here(self, rows: Tensor, expert: Tensor) -> Tensor:
         """This rank's experts on the rows that came."""
-        own = F.one_hot(expert % (EXPERTS // self.world), EXPERTS // self.world).to(rows.dtype)
-        hidden = F.silu(torch.einsum("nd,edf->nef", rows, self.up)) * own[..., None]
+        choices = F.one_hot(expert % (EXPERTS // self.world), EXPERTS // self.world).to(rows.dtype)
+        hidden = F.silu(torch.einsum("nd,edf->nef", rows, self.up)) * choices[..., None]
         return torch.einsum("nef,efd->nd", hidden, self.down)
 
 
@@ -204,17 +204,17 @@ def expert_parallel(context: Context, experts: type[models.Experts]) -> None:
     model = models.make(("relative",)).to(context.device)
     _, want = models.reference(model, *context.all_data())
     share = EXPERTS // context.world
-    own = slice(context.rank * share, (context.rank + 1) * share)
+    experts_here = slice(context.rank * share, (context.rank + 1) * share)
     for block in model.blocks:
         block.experts.__class__ = experts
         block.experts.group, block.experts.world = dist.group.WORLD, context.world
         for name in ("up", "down"):
-            setattr(block.experts, name, nn.Parameter(getattr(block.experts, name).detach()[own].clone()))
+            setattr(block.experts, name, nn.Parameter(getattr(block.experts, name).detach()[experts_here].clone()))
     (context.compile(model)(*context.data()) / context.world).backward()
     got = models.gradients(model)
     for name in sorted(got):
         if name.endswith(("experts.up", "experts.down")):
-            want[name] = want[name][own]
+            want[name] = want[name][experts_here]
         else:
             dist.all_reduce(got[name])
     models.check_gradients(got, want)

@@ -89,7 +89,7 @@ def test_the_script_runs_as_main_and_its_decisions_are_printed(ran):
     assert "blocked dense math" in printed and "flex_attention_backward" in printed
     # Of what is merged into one table no part is hoisted once more.
     assert printed.count("-> table") == 2
-    assert "out.html shows this with pictures" in printed
+    assert "out.html shows these decisions with pictures" in printed
 
 
 def explained(tmp_path, capfd, text, *arguments):
@@ -176,15 +176,15 @@ def test_there_is_one_heat_map_a_learned_term_and_its_values_are_right(ran):
 def test_the_page_says_how_each_term_is_read_and_reduced(ran):
     text = {f["images"][0]["alt"]: f["text"] for f in Page(ran[2]).figures if f["class"] == "term"}
     assert "head+diagonal" in text["relative[clamp(q - k, 0, 7), h]"]
-    assert "a table made outside the kernel [2, 95]: one value a distance" in text["slope[h] * (k - q)"]
+    assert "a table made outside the kernel [2, 95]: one value for each distance" in text["slope[h] * (k - q)"]
     assert "by autograd" in text["relative[clamp(q - k, 0, 7), h]"]
     # It shares its table with what is added to it at the same keys.
-    assert "a table made outside the kernel [2, 48]: one value a key" in text["column[h, k]"]
+    assert "a table made outside the kernel [2, 48]: one value for each key" in text["column[h, k]"]
     assert "temperature [2]: one value for all pairs" in text["temperature[h]"]
     assert "summed over the queries of a block" in text["column[h, k]"]
     assert "summed over the queries and keys" in text["temperature[h]"]
-    assert "softmax does not see it" in text["row[h, q]"] and "exactly zero" in text["row[h, q]"]
-    assert "every pair of a block added" in text["pair[h, q, k]"]
+    assert "softmax cancels it" in text["row[h, q]"] and "exactly zero" in text["row[h, q]"]
+    assert "added for every pair of a block" in text["pair[h, q, k]"]
 
 
 def test_the_mask_is_drawn(ran):

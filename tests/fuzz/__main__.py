@@ -65,30 +65,30 @@ def _progress() -> Callable[[Outcome, int, int], None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 if a program failed."""
-    own = _parser().parse_args(arguments)
-    if own.worker:
+    given = _parser().parse_args(arguments)
+    if given.worker:
         message = json.load(sys.stdin)
         work([tuple(job) for job in message["jobs"]], Settings(**message["settings"]))
         return 0
-    timeout = own.timeout or (60 if own.mode == "graphs" else 180)
+    timeout = given.timeout or (60 if given.mode == "graphs" else 180)
     # Triton's interpreter knows no half precision of its own.
-    dtype = "float32" if own.mode == "interpreted" else own.dtype
-    settings = Settings(own.device, own.mode, dtype, own.deterministic, timeout)
-    if own.run and own.mode == "interpreted":
+    dtype = "float32" if given.mode == "interpreted" else given.dtype
+    settings = Settings(given.device, given.mode, dtype, given.deterministic, timeout)
+    if given.run and given.mode == "interpreted":
         os.environ["TRITON_INTERPRET"] = "1"
-    if own.show or own.run:
-        family, seed = (own.show or own.run).split(":")
-        print(generate(family, int(seed), dtype).show() if own.show else run_one(family, int(seed), settings))
+    if given.show or given.run:
+        family, seed = (given.show or given.run).split(":")
+        print(generate(family, int(seed), dtype).show() if given.show else run_one(family, int(seed), settings))
         return 0
-    first, _, last = own.seeds.partition(":")
+    first, _, last = given.seeds.partition(":")
     seeds = range(int(first), int(last) if last else int(first) + 1)
-    families = FAMILIES if own.family == "all" else (own.family,)
-    summary = run(interleaved(families, seeds), settings, own.workers, own.time_limit, _progress())
+    families = FAMILIES if given.family == "all" else (given.family,)
+    summary = run(interleaved(families, seeds), settings, given.workers, given.time_limit, _progress())
     for family, counts in summary.counts().items():
         print(f"{family}: " + ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
     print(f"{len(summary.outcomes)} programs in {summary.seconds:.0f} s")
-    if own.json:
-        to_json(own.json, summary, settings, families, own.seeds)
+    if given.json:
+        to_json(given.json, summary, settings, families, given.seeds)
     return 1 if summary.failures() else 0
 
 

@@ -197,9 +197,9 @@ def generate(seed: int, dtype: str = "any") -> Program:
     for _ in range(50):
         chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype
         with torch.no_grad():
-            own = _Casts(attempt, chosen)
-        source, returned = own.program()
+            casts = _Casts(attempt, chosen)
+        source, returned = casts.program()
         if returned:
-            return Program("casts", seed, source, chosen, None, exact=own.exact, strides=True)
+            return Program("casts", seed, source, chosen, None, exact=casts.exact, strides=True)
         attempt += 1_000_003
     raise RuntimeError(f"seed {seed} makes no program")

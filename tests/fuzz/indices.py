@@ -145,17 +145,17 @@ class _Indices(Uses):
                 f"torch.take({table}, {p}.long())",
             ]
         if unique and low >= 0 and int(value.max()) < n:
-            places = f"{flat}.long()"
+            positions = f"{flat}.long()"
             arange = f"torch.arange({n}, device={p}.device)"
             source = rng.choice(
                 [arange, arange, f"{arange}.flip(0)", f"{other if self._value(other).dim() == 1 else flat}.long()"]
             )
             choices += [
-                f"torch.empty_like({places}).scatter(0, {places}, {source})",
-                f"torch.zeros_like({places}).index_put(({places},), {source})",
-                f"torch.zeros_like({places}).index_copy(0, {places}, {source})",
-                f"torch.zeros_like({places}).scatter(0, {places}[:{n - 1}], {source})",
-                f"{places}.scatter(0, {places}[:{small}], {source}[:{small}])",
+                f"torch.empty_like({positions}).scatter(0, {positions}, {source})",
+                f"torch.zeros_like({positions}).index_put(({positions},), {source})",
+                f"torch.zeros_like({positions}).index_copy(0, {positions}, {source})",
+                f"torch.zeros_like({positions}).scatter(0, {positions}[:{n - 1}], {source})",
+                f"{positions}.scatter(0, {positions}[:{small}], {source}[:{small}])",
             ] * 2
         if dim == 2:
             choices += [

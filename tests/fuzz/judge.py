@@ -58,14 +58,14 @@ class Result:
 
 @dataclass
 class Run:
-    """What a run leaves behind: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
+    """The results of a run: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
     inputs: list[Tensor]
     aliases: list[tuple[int, int]]
     names: list[str] = field(default_factory=list)
-    #: What rounding the largest score to single precision makes of a probability.
+    #: The error of a probability that is caused by rounding the largest score to single precision.
     rounding: float = 0.0
 
     def tensors(self) -> list[tuple[str, Tensor | None]]:
@@ -116,13 +116,13 @@ def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], e
         gradients = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     tensors += [x for m in inputs if isinstance(m, torch.nn.Module) for x in m.buffers()]
-    places = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
+    addresses = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
     everything = [x for x in (*outputs, *tensors) if x.numel()]
     aliases = [
         (i, j)
         for i in range(len(everything))
         for j in range(i)
-        if places[i] == places[j] and (i < len(outputs) or j < len(outputs))
+        if addresses[i] == addresses[j] and (i < len(outputs) or j < len(outputs))
     ]
     return Run([x.detach() for x in outputs], gradients, tensors, aliases, names)
 
@@ -211,13 +211,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(cause).__name__}: {text}"[:240]
 
 
-def _differences(program: Program, got: Run, exact: Run, own: Run) -> list[tuple[str, float, float]]:
+def _differences(program: Program, got: Run, exact: Run, eager_run: Run) -> list[tuple[str, float, float]]:
     """(what, error, what is allowed) for every tensor; shapes and dtypes that differ count as infinite."""
     found = []
     dtype = getattr(torch, program.dtype)
-    if len(got.outputs) != len(own.outputs):
+    if len(got.outputs) != len(eager_run.outputs):
         return [("number of outputs", math.inf, 0.0)]
-    for (name, x), (_, want), (_, eager_one) in zip(got.tensors(), exact.tensors(), own.tensors(), strict=True):
+    for (name, x), (_, want), (_, eager_one) in zip(got.tensors(), exact.tensors(), eager_run.tensors(), strict=True):
         if want is None:
             found.append((name, 0.0 if x is None else float(x.abs().max()), 1e-6))
             continue
@@ -245,9 +245,9 @@ def _differences(program: Program, got: Run, exact: Run, own: Run) -> list[tuple
     return found
 
 
-def _ill_conditioned(program: Program, exact: Run, own: Run) -> str | None:
+def _ill_conditioned(program: Program, exact: Run, eager_run: Run) -> str | None:
     limit = 0.3 if program.dtype in ("bfloat16", "float16") else 1e-3
-    for (name, want), (_, x) in zip(exact.tensors(), own.tensors(), strict=True):
+    for (name, want), (_, x) in zip(exact.tensors(), eager_run.tensors(), strict=True):
         if want is None or x is None:
             continue
         if want.is_floating_point() and bool(want.isnan().any()):
@@ -283,8 +283,8 @@ def _over_many_draws(
     draws = list(range(DRAW + 1, DRAW + 1 + DRAWS))
     runs = _compiled(program, device, mode, stock, draws, options)
     exact = _pooled([reference(program, device, draw) for draw in draws])
-    own = _pooled([eager(program, device, draw) for draw in draws])
-    return _differences(program, _pooled(runs), exact, own)
+    eager_run = _pooled([eager(program, device, draw) for draw in draws])
+    return _differences(program, _pooled(runs), exact, eager_run)
 
 
 def judge(program: Program, mode: str = "graphs", device: str = "cpu", deterministic: bool = False) -> Result:
@@ -300,10 +300,10 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
     if mode == "compiled" and device == "cpu" and 'combine_mode="pointwise"' in program.source:
         return Result("discarded", "Inductor's C++ has no pointwise scans")
     try:
-        exact, own = reference(program, device, DRAW), eager(program, device, DRAW)
+        exact, eager_run = reference(program, device, DRAW), eager(program, device, DRAW)
     except Exception as error:
         return Result("discarded", f"eager mode raises {one_line(error)}")
-    reason = _ill_conditioned(program, exact, own)
+    reason = _ill_conditioned(program, exact, eager_run)
     if reason:
         return Result("discarded", reason)
     options = {"deterministic": True} if deterministic else None
@@ -315,14 +315,14 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
         for (name, x), (_, y) in zip(runs[0].tensors(), runs[1].tensors(), strict=True):
             if (x is None) != (y is None) or (x is not None and not torch.equal(x, y)):
                 return Result("wrong", f"{name} differs between two deterministic runs")
-    found = _differences(program, runs[0], exact, own)
+    found = _differences(program, runs[0], exact, eager_run)
     bad = [d for d in found if not d[1] <= d[2]]
     if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] for d in bad) < 0.2:
         with contextlib.suppress(Exception):
             bad = [d for d in _over_many_draws(program, device, mode, False, options) if not d[1] <= d[2]]
     if not bad:
         return Result("ok")
-    return _blame(program, mode, device, bad, exact, own)
+    return _blame(program, mode, device, bad, exact, eager_run)
 
 
 def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
@@ -344,14 +344,16 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
     return Result("crash", reason)
 
 
-def _blame(program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], exact: Run, own: Run) -> Result:
+def _blame(
+    program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], exact: Run, eager_run: Run
+) -> Result:
     """A wrong result: stock's is judged the same way."""
     reason = _report(bad)
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("wrong", reason)
     try:
         (run,) = _compiled(program, device, mode, True, [DRAW])
-        theirs = {name: error for name, error, _ in _differences(program, run, exact, own)}
+        theirs = {name: error for name, error, _ in _differences(program, run, exact, eager_run)}
     except Exception as error:
         return Result("wrong", f"{reason} (stock raises {one_line(error)})"[:300])
     if all(theirs.get(name, 0.0) > 0.5 * error for name, error, _ in bad):

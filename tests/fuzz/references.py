@@ -1,4 +1,4 @@
-"""What stands in for flex_attention and associative_scan in the reference, and for sums in half precision."""
+"""Replacements for flex_attention and associative_scan in the reference, and for sums in half precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run many programs in worker processes: a program that hangs or brings its process down costs only itself.
+"""Run many programs in worker processes: a program that hangs or crashes its process does not affect the others.
 
 A worker is ``python -m tests.fuzz --worker``; it writes a line of JSON before and after each program.
 """
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program."""
+    """The result of one program."""
 
     family: str
     seed: int
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass
 class Summary:
-    """What became of many."""
+    """The results of many programs."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
@@ -110,7 +110,7 @@ def run_one(family: str, seed: int, settings: Settings) -> Outcome:
 
 
 def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
-    """A worker's life."""
+    """Run the jobs of a worker."""
     import logging
     import warnings
 
@@ -231,7 +231,7 @@ def interleaved(families: Sequence[str], seeds: Sequence[int]) -> list[tuple[str
 
 
 def versions(device: str) -> dict[str, str]:
-    """What the results hold for."""
+    """Return the versions to which the results apply."""
     import torch
 
     try:

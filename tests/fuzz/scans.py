@@ -10,14 +10,14 @@ from .program import Program
 DTYPES = ("float32", "float32", "float32", "float32", "bfloat16", "float64")
 _LENGTHS = (1, 2, 7, 64, 97)
 
-#: What leaves are drawn from: near 1 (products), gates in (0, 1), anything, flags, places.
+#: What leaves are drawn from: near 1 (products), gates in (0, 1), anything, flags, integers.
 _KINDS = {
     "near": "(torch.randn({shape}, generator=g) * 0.1 + 1)",
     "gate": "(torch.rand({shape}, generator=g) * 0.6 + 0.4)",
     "any": "torch.randn({shape}, generator=g)",
     "small": "(torch.randn({shape}, generator=g) * 0.2)",
     "flag": "(torch.rand({shape}, generator=g) < 0.2)",
-    "place": "torch.randint(50, {shape}, generator=g)",
+    "number": "torch.randint(50, {shape}, generator=g)",
 }
 
 
@@ -37,7 +37,7 @@ _COMBINES = {
     "max": Combine(("any",), ("torch.maximum(L0, R0)",), True),
     "min": Combine(("any",), ("torch.minimum(L0, R0)",), True),
     "logaddexp": Combine(("any",), ("torch.logaddexp(L0, R0)",)),
-    "add_integers": Combine(("place",), ("L0 + R0",)),
+    "add_integers": Combine(("number",), ("L0 + R0",)),
     "gated": Combine(("gate", "any"), ("L0 * R0", "L1 * R0 + R1")),
     "gated_swapped": Combine(("any", "gate"), ("R0 + R1 * L0", "R1 * L1")),
     "gated_log": Combine(("small", "any"), ("L0 + R0", "torch.exp(R0) * L1 + R1")),
@@ -68,7 +68,7 @@ _COMBINES = {
     "segmented": Combine(("flag", "any"), ("L0 | R0", "torch.where(R0, R1, L1 + R1)")),
     "all_and_sum": Combine(("flag", "any"), ("L0 & R0", "L1 + R1")),
     "argmax": Combine(
-        ("any", "place"), ("torch.where(later, R0, L0)", "torch.where(later, R1, L1)"), True, ("later = R0 > L0",)
+        ("any", "number"), ("torch.where(later, R0, L0)", "torch.where(later, R1, L1)"), True, ("later = R0 > L0",)
     ),
     "running_softmax": Combine(
         ("any", "gate", "any"),
@@ -76,7 +76,7 @@ _COMBINES = {
         True,
         ("m = torch.maximum(L0, R0)",),
     ),
-    "unrelated": Combine(("any", "near", "place"), ("L0 + R0", "L1 * R1", "torch.maximum(L2, R2)")),
+    "unrelated": Combine(("any", "near", "number"), ("L0 + R0", "L1 * R1", "torch.maximum(L2, R2)")),
     "delayed": Combine(("gate", "any", "any"), ("L0 * R0", "L1 * R0 + R1", "L2 + R2")),
     "mul_constant": Combine(("near",), ("L0 * R0 * 0.98",)),
     "add_captured": Combine(("any",), ("L0 + R0 + c",)),
@@ -113,7 +113,7 @@ def _source(rng: random.Random, dtype: str) -> str:
     inputs = []
     for i, kind in enumerate(combine.kinds):
         text = _KINDS[kind].format(shape=shape)
-        if kind in ("flag", "place"):
+        if kind in ("flag", "number"):
             text += ".to(device)"
         else:
             text += f".to(device, torch.{dtype})" + (".requires_grad_()" if rng.random() < 0.85 else "")

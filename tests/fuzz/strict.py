@@ -33,7 +33,7 @@ def _same(got: Tensor, want: Tensor, tolerance: float) -> bool:
 
 
 def _compare(program: Program, got: judging.Run, want: judging.Run, mode: str) -> dict[str, str]:
-    """What differs: kind and place -> what it is."""
+    """Return the differences: a dict from the kind and the name of a tensor to a description."""
     found: dict[str, str] = {}
     exact = 0.0 if program.exact and mode == "graphs" else _tolerance(program)
     if len(got.outputs) != len(want.outputs):

@@ -18,9 +18,9 @@ SCRIPT = """
 
     rewrite = passes.hoisting.rewrite
 
-    def wrong(gm, own):
-        rewrite(gm, own)
-        for node in gm.graph.find_nodes(op="call_method", target="contiguous") if own.enabled("hoisting") else []:
+    def wrong(gm, options):
+        rewrite(gm, options)
+        for node in gm.graph.find_nodes(op="call_method", target="contiguous") if options.enabled("hoisting") else []:
             with gm.graph.inserting_after(node):
                 doubled = gm.graph.call_function(torch.mul, (node, 2.0))
             node.replace_all_uses_with(doubled, delete_user_cb=lambda user, new=doubled: user is not new)
@@ -47,10 +47,11 @@ def test_the_guilty_pass_and_graph_are_found(tmp_path, capfd, monkeypatch):
     script, repro = tmp_path / "script.py", tmp_path / "repro.py"
     script.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(USE))
     assert bisect.run(str(script), repro=str(repro)) == 0
-    assert "The pass 'hoisting' makes it fail" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "The pass 'hoisting' (" in printed and ") makes the script fail on graph " in printed
     # The file alone is right, because the pass is only wrong in the script; with the same mistake in front it is not.
     run = subprocess.run([sys.executable, repro], capture_output=True, text=True, timeout=300)
-    assert "It computes what it should" in run.stdout, run.stderr[-2000:]
+    assert "The graph computes the right results" in run.stdout, run.stderr[-2000:]
     broken = tmp_path / "broken.py"
     broken.write_text(textwrap.dedent(SCRIPT) + "with eager_graphs():\n" + textwrap.indent(repro.read_text(), "    "))
     run = subprocess.run([sys.executable, broken], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Casts of tensors that are written to: the tensor itself may not take the place of its cast."""
+"""Casts of tensors that are written to: the tensor itself must not replace its cast."""
 
 import torch
 
@@ -80,7 +80,7 @@ def test_a_part_of_a_cast_that_is_cast_again_is_no_view_of_the_input():
 
 
 def test_a_cast_that_rounds_between_two_that_do_not():
-    """Two casts made one would put the rounding where stock's passes of torch 2.11 drop it."""
+    """If the two casts became one, the rounding would be where stock's passes of torch 2.11 drop it."""
     check_matches_eager(lambda x: x[0].float().half().to(torch.float32).double(), torch.randn(4, 4).double())
 
 

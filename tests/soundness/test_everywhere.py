@@ -1,4 +1,4 @@
-"""Ops in the bodies of others, dynamic shapes, precision, caches: wherever an op stands, our passes see it."""
+"""Ops in the bodies of others, dynamic shapes, precision, caches: our passes see an op in every graph."""
 
 import os
 import subprocess

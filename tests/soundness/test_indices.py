@@ -98,7 +98,7 @@ def test_a_permutation_of_a_narrow_dtype_reaches_an_index(dtype):
 
 
 def test_a_permutation_that_is_rounded_on_the_way():
-    """bfloat16 holds integers to 256: what comes back is no permutation."""
+    """bfloat16 represents integers up to 256, so the result is no permutation."""
     check_matches_eager(
         lambda x, key: x[key.argsort().to(torch.bfloat16).to(torch.int64).clamp(max=999)], rows(1000, 3), torch.randn(1000)
     )

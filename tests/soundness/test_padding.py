@@ -1,4 +1,4 @@
-"""A masked read of what the same kernel computed: stock's Triton forgets the mask before torch 2.15."""
+"""A masked read of a value that the same kernel has computed: stock's Triton forgets the mask before torch 2.15."""
 
 import contextlib
 

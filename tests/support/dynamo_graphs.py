@@ -1,4 +1,4 @@
-"""Watch one rewrite of a Dynamo graph and stop there: nothing more needs compiling."""
+"""Watch one rewrite of a Dynamo graph, and stop the compilation after it."""
 
 import re
 from unittest import mock
@@ -26,9 +26,9 @@ def after(rewrite_module, attention, query):
     seen = {}
     rewrite = rewrite_module.rewrite
 
-    def spy(gm, own):
+    def spy(gm, options):
         with collect() as report:
-            rewrite(gm, own)
+            rewrite(gm, options)
         (node,) = gm.graph.find_nodes(op="call_function", target=flex_attention_hop)
         text = str(getattr(gm, node.args[3].target).graph)
         text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))

@@ -92,7 +92,7 @@ def _rounding_to_nearest(convert_float):
 
 
 def _true_or_false(create_splat):
-    """A condition that is spread over a tile stays one; the interpreter of Triton 3.9 makes integers of it."""
+    """Keep a condition that is broadcast over a tile a boolean; the interpreter of Triton 3.9 turns it into integers."""
 
     def call(self, kind, value):
         tile = create_splat(self, kind, value)
@@ -112,7 +112,7 @@ def _descriptor_reduce(self, kind, descriptor, value, indices):
 
 
 def _in_large_blocks(init):
-    """A program costs the interpreter the same whatever its size: give Inductor's own kernels few large ones."""
+    """Give Inductor's own kernels few large programs, because the cost in the interpreter does not depend on their size."""
 
     def call(self, fn, triton_meta, configs, *rest, **named):
         meta, kind = named.get("inductor_meta") or {}, named.get("heuristic_type")
@@ -126,7 +126,7 @@ def _in_large_blocks(init):
 
 
 def _of_garbage(empty_strided):
-    """New memory that holds no zeros, so that reading what nothing wrote is seen."""
+    """Fill new memory with values that are not zero, so that a read of memory that nobody wrote is found."""
 
     def call(size, stride, dtype):
         made = empty_strided(size, stride, dtype)

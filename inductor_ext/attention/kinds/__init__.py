@@ -1,7 +1,7 @@
 """Footprint kinds: the forms in which an expression of a score_mod may depend on the query and key positions.
 
-A new kind is a class here, in ``KINDS`` before every kind that it is a special case of, a file of macros in
-``templates/attention/kinds`` if kernels read it a tile at a time, and a test.
+To add a kind, write a class in this package and a test. In ``KINDS`` it must come before every kind of which it is a special
+case. If kernels read whole tiles of it, also write a file of macros in ``templates/attention/kinds``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 NONE, ROW, COLUMN, PAIR = Scalar(), Row(), Column(), Pair()
-#: In the order in which an expression is tried on them; ``pair`` holds for every expression.
+#: The kinds in the order in which they are tried on an expression. ``pair`` holds for every expression.
 KINDS: tuple[FootprintKind, ...] = (NONE, ROW, COLUMN, Diagonal(), Antidiagonal(), PAIR)
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def recognise(polynomial: sympy.Expr) -> FootprintKind:
-    """The kind of an exact integer expression in ``Q``, ``K`` and other symbols."""
+    """Return the kind of an exact integer expression in ``Q``, ``K`` and other symbols."""
     return next(kind for kind in KINDS if kind.holds(polynomial))
 
 
 def join(first: FootprintKind, second: FootprintKind) -> FootprintKind:
-    """The least kind that holds wherever either of two does."""
+    """Return the least kind that holds for every expression for which one of the two kinds holds."""
     if second in (first, NONE):
         return first
     return second if first is NONE else PAIR

@@ -1,4 +1,4 @@
-"""What a footprint kind is: one form in which an expression depends on the query and key positions."""
+"""The base classes of footprint kinds. A kind is one form in which an expression depends on the positions q and k."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Q, K = sympy.symbols("q k", integer=True)
 
 
 class FootprintKind:
-    """One kind: how it is recognised, where a table of it lies in memory, and how a kernel reads that table.
+    """One kind: how it is recognised, how its tables lie in memory, and how a kernel reads them.
 
-    Kinds form a lattice: ``none`` is below every other one, ``pair`` above, and the rest have nothing in common but these. A
-    table of a kind is made outside the kernel by ordinary ops, one element for each value that an expression of the kind can
-    have, and is read inside at ``index(q, k)``.
+    Kinds form a lattice: ``none`` is below every other kind, ``pair`` is above every other kind, and the others are not
+    comparable. Ordinary ops make a table of a kind outside the kernel. It has one element for each value that an expression
+    of the kind can have, and is read inside the kernel at ``index(q, k)``.
 
-    name: in reports and in what hoisting hands to the lowering. reads: how many values a kernel reads of a table, as reports
-    say it. expensive: whether a table costs more than cheap arithmetic on what a kernel reads anyway.
+    name: the name in reports and in the descriptor that hoisting passes to the lowering. reads: the text for reports that
+    says how many values of a table a kernel reads. expensive: whether a table costs more than cheap arithmetic on values
+    that a kernel reads anyway.
     """
 
     name: ClassVar[str]
@@ -33,30 +34,33 @@ class FootprintKind:
     expensive: ClassVar[bool] = False
 
     def holds(self, polynomial: sympy.Expr) -> bool:
-        """Whether an exact integer expression in ``Q``, ``K`` and other symbols depends on them in this form only."""
+        """Return whether an exact integer expression in ``Q``, ``K`` and other symbols has this form."""
         raise NotImplementedError
 
     def alike(self, q: Any, k: Any) -> Any:
-        """A number, of two integers or tensors of them, that is equal only where expressions of this kind are."""
+        """Return a number that is equal for two pairs (q, k) only if every expression of this kind is.
+
+        ``q`` and ``k`` are integers or tensors of integers.
+        """
         raise NotImplementedError
 
     def axes(self) -> list[str]:
-        """The axes of a table along the sequence, as a report names them."""
+        """Return the names of the axes of a table along the sequence, for reports."""
         raise NotImplementedError
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """The lengths of these axes; ``queries`` and ``keys`` are ints, or nodes of the outer graph."""
+        """Return the lengths of these axes. ``queries`` and ``keys`` are ints, or nodes of the outer graph."""
         raise NotImplementedError
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """A query and a key for which an expression has the value of each element of a table; None for one that has no say.
+        """Return a query and a key at which an expression has the value of each element of a table.
 
-        ``axes`` are the positions along the table's axes.
+        One of them is None if the expression does not depend on it. ``axes`` are the positions along the table's axes.
         """
         raise NotImplementedError
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
-        """The indices along these axes by which a score_mod reads a table."""
+        """Return the indices along these axes at which a score_mod reads a table."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -64,55 +68,56 @@ class FootprintKind:
 
 
 class Reduction(enum.Enum):
-    """How a contribution to the gradient of a captured tensor reaches memory; the value is what the report says."""
+    """How a contribution to the gradient of a captured tensor goes to memory. The value is the text in reports."""
 
     STORE = "stored by its one writer"
     STRIP = "tiles added to a strip"
     DIAGONAL = "summed along the diagonals of a tile"
-    BLOCK = "tiles added"
+    BLOCK = "tiles added to the gradient"
     SUM = "summed in registers"
-    SCATTER = "one fp32 add a score"
+    SCATTER = "one fp32 add for each score"
     PARTIAL = "partial sums in a fixed order"
 
 
 class TiledKind(FootprintKind):
-    """A kind whose tables a kernel reads, and whose gradients it adds, a tile at a time.
+    """A kind for which a kernel reads whole tiles of a table, and adds whole tiles to its gradient.
 
-    Its macros are in ``templates/attention/flex_tables.jinja``. as_vector: whether a tile reads one vector of the table,
-    which is spread over the tile, and not as many elements as it has. ``lengths`` are the numbers of queries and keys.
+    Its macros are in ``templates/attention/kinds``. as_vector: whether a tile reads one vector of the table, which is then
+    spread over the tile, instead of one element for each element of the tile. In all methods, ``lengths`` are the numbers of
+    queries and keys.
     """
 
     expensive = True
     as_vector: ClassVar[bool] = False
 
     def readable(self, tensor: Any) -> bool:
-        """Whether the kernel can read this table (an IR node) by tile; if not, it reads it an element at a time."""
+        """Return whether the kernel can read this table (an IR node) by tile. If not, it reads single elements."""
         return True
 
     def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
-        """How contributions with several writers are added; ``tma``: whether whole tiles can be."""
+        """Return how contributions with several writers are added. ``tma``: whether TMA can add whole tiles."""
         raise NotImplementedError
 
     def buffer(self, reduction: Reduction, size: Sequence[Any], lengths: tuple[Any, Any], device: torch.device) -> Any:
-        """What the kernel adds to, zeros, for a table of ``size``."""
+        """Allocate the buffer of zeros to which the kernel adds, for a table of ``size``."""
         return full(size, 0, torch.float32, device)
 
     def folded(self, buffer: Any, reduction: Reduction, size: Sequence[Any], lengths: tuple[Any, Any]) -> Any:
-        """The gradient of ``size`` that a buffer adds up to."""
+        """Reduce the buffer to the gradient of ``size``."""
         return buffer
 
     def workspace(self, extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
-        """Where every program writes its totals if nothing may be added by atomics, for a kind that is read as vectors.
+        """Allocate the workspace for the totals of all programs, if atomics are not allowed and the kind is read as vectors.
 
-        ``extents`` are the lengths of b, h, q and k, ``tilings`` the template options of which one will be chosen.
+        ``extents`` are the lengths of b, h, q and k. ``tilings`` are the template options from which one will be chosen.
         """
         raise NotImplementedError
 
     def total(self, workspace: Any, axes: Sequence[bool]) -> Any:
-        """A workspace as the gradient of a table that depends on ``axes`` of (b, h, q, k)."""
+        """Sum a workspace to the gradient of a table that depends on ``axes`` of (b, h, q, k)."""
         raise NotImplementedError
 
 
 def arithmetic(outer: Inserter, op: Callable[..., Any], x: Any, y: Any) -> Any:
-    """``op(x, y)`` of lengths, each an int or a node of the outer graph."""
+    """Compute ``op(x, y)`` for two lengths. Each is an int or a node of the outer graph."""
     return op(x, y) if isinstance(x, int) and isinstance(y, int) else outer.function(op, x, y)

@@ -1,4 +1,4 @@
-"""The kind that depends on both positions in no way that is known."""
+"""The kind that depends on both positions in no simpler form that is known."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
 from .base import Reduction, TiledKind
 
-#: TMA wants addresses and strides that are multiples of this many bytes.
+#: TMA needs addresses and strides that are multiples of this number of bytes.
 TMA_ALIGNMENT = 16
 
 
 class Pair(TiledKind):
-    """``t[b, h, q, k]``: both positions, in no way that is known to be less."""
+    """``t[b, h, q, k]``: an expression that depends on both positions, in no simpler form that is known."""
 
     name = "pair"
-    reads = "one value a pair"
+    reads = "one value for each pair"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
-        """Every expression is of this kind."""
+        """Return True, because every expression is of this kind."""
         return True
 
     def alike(self, q: Any, k: Any) -> Any:
-        """Another one for each pair of positions below 2**16."""
+        """Return a different number for each pair of positions below 2**16."""
         return q * 2**16 + k
 
     def axes(self) -> list[str]:
-        """One element a query and key."""
+        """There is one element for each query and key."""
         return ["Q", "K"]
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """One element a query and key."""
+        """There is one element for each query and key."""
         return [queries, keys]
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """The positions along the table."""
+        """Return the positions along the table."""
         return axes[0], axes[1]
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
-        """Query and key."""
+        """Return the query and the key."""
         return q, k
 
     def readable(self, tensor: Any) -> bool:
-        """Whether blocks of it (2 to 4 dims) can be moved by TMA: rows of consecutive elements, aligned."""
+        """Return whether TMA can move blocks of it (2 to 4 dims): the rows have consecutive elements and are aligned."""
         if not Target.of(tensor.get_device()).tma:
             return False
         *outer, inner = tensor.get_stride()
@@ -58,5 +58,5 @@ class Pair(TiledKind):
         return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
 
     def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
-        """Whole tiles by TMA, else one element at a time."""
+        """TMA adds whole tiles; without TMA single elements are added."""
         return Reduction.BLOCK if tma else Reduction.SCATTER

@@ -13,93 +13,93 @@ from .base import FootprintKind, K, Q
 
 
 class Scalar(FootprintKind):
-    """``t[b, h]``: neither the query nor the key."""
+    """``t[b, h]``: an expression that depends on neither the query nor the key."""
 
     name = "none"
     reads = "one value for all pairs"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
-        """Neither position is in the expression."""
+        """Return whether neither position is in the expression."""
         return polynomial.free_symbols.isdisjoint((Q, K))
 
     def alike(self, q: Any, k: Any) -> Any:
-        """The same everywhere."""
+        """Return the same number for all positions."""
         return 0 * q + 0 * k
 
     def axes(self) -> list[str]:
-        """No axes."""
+        """There are no axes."""
         return []
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """No axes."""
+        """There are no axes."""
         return []
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """Any query and any key will do."""
+        """Return None for both, because any query and any key can be used."""
         return None, None
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
-        """No axes."""
+        """There are no axes."""
         return ()
 
 
 class Row(FootprintKind):
-    """``t[b, h, q]``: the query only."""
+    """``t[b, h, q]``: an expression that depends on the query only."""
 
     name = "row"
-    reads = "one value a query"
+    reads = "one value for each query"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
-        """The key is not in the expression."""
+        """Return whether the key is not in the expression."""
         return K not in polynomial.free_symbols
 
     def alike(self, q: Any, k: Any) -> Any:
-        """The query."""
+        """Return the query."""
         return q + 0 * k
 
     def axes(self) -> list[str]:
-        """One element a query."""
+        """There is one element for each query."""
         return ["Q"]
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """One element a query."""
+        """There is one element for each query."""
         return [queries]
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """The query is the position along the table."""
+        """Return the position along the table as the query."""
         return axes[0], None
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
-        """The query."""
+        """Return the query."""
         return (q,)
 
 
 class Column(FootprintKind):
-    """``t[b, h, k]``: the key only."""
+    """``t[b, h, k]``: an expression that depends on the key only."""
 
     name = "column"
-    reads = "one value a key"
+    reads = "one value for each key"
 
     def holds(self, polynomial: sympy.Expr) -> bool:
-        """The query is not in the expression."""
+        """Return whether the query is not in the expression."""
         return Q not in polynomial.free_symbols
 
     def alike(self, q: Any, k: Any) -> Any:
-        """The key."""
+        """Return the key."""
         return 0 * q + k
 
     def axes(self) -> list[str]:
-        """One element a key."""
+        """There is one element for each key."""
         return ["K"]
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """One element a key."""
+        """There is one element for each key."""
         return [keys]
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
-        """The key is the position along the table."""
+        """Return the position along the table as the key."""
         return None, axes[0]
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
-        """The key."""
+        """Return the key."""
         return (k,)
