@@ -20,6 +20,7 @@ from tests.support.joint_graphs import rewritten, rewritten_graph, text
 def rewrite_casts(graph):
     with joint_graph.building(graph) as build:
         casts.rewrite(build, Options())
+        casts.widen_matmuls(build, Options())
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
