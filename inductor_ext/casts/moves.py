@@ -1,4 +1,4 @@
-"""Ops that move values and compute none: what a cast may be carried through."""
+"""Ops that move values without computing any, so that a cast may be moved through them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
-#: Moves that are views, as a rule: no memory is read.
+#: Moves that are usually views and read no memory.
 VIEWS = {
     aten.view.default,
     aten.reshape.default,
@@ -27,7 +27,7 @@ VIEWS = {
     aten.detach.default,
 }
 
-#: Ops whose result has another shape or order and every value of the first operand as it was, or fewer, or several times.
+#: Ops that change shape or order. Every value of the first operand is in the result unchanged: once, several times or never.
 MOVES = VIEWS | {
     aten.clone.default,
     aten.slice.Tensor,
@@ -44,19 +44,19 @@ MOVES = VIEWS | {
     aten.split_with_sizes.default,
     aten.unbind.int,
 }
-#: Those of them that return a list, of which getitem takes a part.
+#: Moves that return a list, from which getitem takes one tensor.
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-#: The same for a list of operands.
+#: Moves that take a list of operands.
 JOINS = {aten.cat.default, aten.stack.default}
 
-#: Moves whose result has fewer elements than what they read.
+#: Moves whose result has fewer elements than their operand.
 PARTS = {aten.slice.Tensor, aten.select.int}
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
-    """The dtype of a node's tensor, or of the first of its tensors."""
+    """The dtype of a node's tensor, or of its first tensor if it has several; None for a node without tensors."""
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
@@ -71,14 +71,14 @@ def holds(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
 
 
 def cast_of(node: Node) -> Node | None:
-    """What a cast casts; None for other nodes."""
+    """The operand of a cast; None for other nodes."""
     if node.op == "call_function" and node.target is torch.ops.prims.convert_element_type.default:
         return node.args[0]
     return None
 
 
 def constant_of(node: Node) -> Any:
-    """The number that a tensor of one value holds; None for other nodes."""
+    """The number with which a tensor was filled; None for other nodes."""
     if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
         return node.args[1]
     return None

@@ -1,13 +1,13 @@
-"""Casts, on the joint graph: round trips removed, the rest where they move the fewest bytes.
+"""Rewrites the casts of the joint graph: removes round trips, and puts other casts where they move the fewest bytes.
 
     a -> b -> a, where b holds every value of a         a, through any chain of ops that only move values
-    a -> b -> c, the same                               a -> c
+    a -> b -> c, where b holds every value of a         a -> c
     cast(expand(x)) to a wider type                     expand(cast(x))
     slice(cast(x)) to a wider type, of every user       cast(slice(x))
     cast(mm(half, half), fp32) that leaves the graph    mm with fp32 output, on a GPU: not rounded to half precision
 
-The first four change no bit; f32 -> bf16 -> f32, which rounds, stays. The last is more exact than eager mode (an fp16
-gradient above 65504 is no inf), and is left out under Inductor's ``emulate_precision_casts``.
+The first four rewrites change no bit. A chain f32 -> bf16 -> f32 stays, because it rounds. The last rewrite is more exact
+than eager mode (an fp16 gradient above 65504 is not inf), and it is disabled by Inductor's ``emulate_precision_casts``.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ aten = torch.ops.aten
 _OUT_DTYPE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
-def rewrite(build: Builder, own: Options) -> None:
-    """Rewrite the casts of a joint graph in place; running it again changes nothing."""
+def rewrite(build: Builder, options: Options) -> None:
+    """Rewrite the casts of a joint graph in place. Another run changes nothing."""
     trips = _RoundTrips(build)
     for node in list(build.graph.nodes):
         if cast_of(node) is not None and node.users:
             trips.shorten(node)
-    # From the end: a slice of a slice first.
+    # Start at the end, so that a slice of a slice is rewritten before the slice.
     for node in reversed(list(build.graph.nodes)):
         if cast_of(node) is not None and node.users:
             _cast_fewer(build, node)
 
 
-def widen_matmuls(build: Builder, own: Options) -> None:
-    """Let half-precision matmuls of a joint graph write fp32, in place, where their result is cast to it and returned."""
+def widen_matmuls(build: Builder, options: Options) -> None:
+    """Let half-precision matmuls of a joint graph, in place, write fp32 if their result is cast to fp32 and returned."""
     if inductor_config.emulate_precision_casts:
         return
     backward = after_tangents(build.graph)
@@ -57,7 +57,7 @@ def widen_matmuls(build: Builder, own: Options) -> None:
 
 
 class _RoundTrips:
-    """Finds the tensor of another dtype that a node's values were cast from, and rebuilds what moved them since."""
+    """Finds the tensor from which a node's values were cast, and applies to it the ops that moved them after the cast."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build
@@ -67,7 +67,7 @@ class _RoundTrips:
         self._written = written(build.graph)
 
     def shorten(self, cast: Node) -> None:
-        """Replace a cast whose operand was itself cast, to a type that holds what it was, by one from there."""
+        """If the operand of a cast was cast to a type that holds its source, replace the cast by one from the source."""
         operand, target = cast_of(cast), dtype_of(cast)
         source = self._source(operand)
         if source is None or source is dtype_of(operand) or not self._exists(operand, source):
@@ -75,14 +75,14 @@ class _RoundTrips:
         if target is not source and not (target.is_floating_point and target.itemsize >= 4):
             return
         if target is not source and _rounds(self._make(operand, source)):
-            # Next to it, a cast that rounds is taken for one half of a pointless pair by stock's pass of torch 2.11.
+            # Stock's pass of torch 2.11 would take a cast that rounds, followed by this cast, for a pair without effect.
             return
         kinds = [str(d).removeprefix("torch.") for d in (source, dtype_of(operand), target)]
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
         owner = base(result)
         if returned and (owner in self._written or (owner.op == "call_function" and _escapes(owner))):
-            # The cast is the value before the tensor is written to, or it is one of two results that are two tensors.
+            # The cast keeps the value before a write to the tensor, or it is one of two results that must be two tensors.
             return
         with self.build.before(cast):
             result = copy = self.build.convert(result, target)
@@ -90,10 +90,10 @@ class _RoundTrips:
             if returned and moved_in_memory and not expected.is_contiguous():
                 return
             if returned and (moved_in_memory or base(result).op != "call_function"):
-                # A cast that is returned makes a tensor; an input may not take its place.
+                # A returned cast is a new tensor, so an input must not be returned instead.
                 layout = {"memory_format": torch.contiguous_format} if moved_in_memory else {}
                 copy = self.build.call(aten.clone.default, result, **layout)
-        record(NAME, " -> ".join(kinds), "removed", f"{_bytes(operand)} bytes not written", user_line(cast))
+        record(NAME, " -> ".join(kinds), "removed", f"{_bytes(operand)} bytes are not written", user_line(cast))
         self.build.replace(cast, copy)
         self._erase_unused(operand)
         if cast_of(result) is not None:
@@ -108,7 +108,7 @@ class _RoundTrips:
                 self.build.graph.erase_node(current)
 
     def _source(self, node: Node) -> torch.dtype | None:
-        """The dtype that the values of ``node`` had before the last cast to a type that holds it."""
+        """The dtype from which the values of ``node`` were last cast, if the cast was to a type that holds it; else None."""
         chain = []
         while node not in self._sources:
             chain.append(node)
@@ -127,7 +127,7 @@ class _RoundTrips:
         return found
 
     def _exists(self, node: Node, dtype: torch.dtype) -> bool:
-        """Whether the values of ``node`` can be had in ``dtype`` without a cast."""
+        """Whether the values of ``node`` can be computed in ``dtype`` without a cast."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -150,7 +150,7 @@ class _RoundTrips:
         return self._has[node, dtype]
 
     def _make(self, node: Node, dtype: torch.dtype) -> Node:
-        """The values of ``node`` in ``dtype``: its moves again, on what was cast."""
+        """The values of ``node`` in ``dtype``: its moves are applied to the operand of the cast."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -170,30 +170,30 @@ class _RoundTrips:
             return node
         if cast_of(node) is not None:
             return cast_of(node)
-        # Right behind the original: others may use it before the cast that is being replaced.
+        # Insert right after the original, because other nodes may use the result before the cast that is being replaced.
         with self.build.before(node.next, like=node):
             if constant_of(node) is not None:
                 return self.build.call(node.target, *node.args, **{**node.kwargs, "dtype": dtype})
             changed = set(moved(node))
             args = torch.fx.node.map_arg(node.args, lambda n: self._made[n, dtype] if n in changed else n)
-            # A cast made its operand dense; of what it cast, a view may not be possible.
+            # The result of a cast is dense, but its operand may have strides for which a view is not possible.
             view = node.target in (aten.view.default, aten._unsafe_view.default)
             return self.build.call(aten.reshape.default if view else node.target, *args, **node.kwargs)
 
 
 def _rounds(node: Node) -> bool:
-    """Whether a node is a cast to a type that does not hold what was cast."""
+    """Whether a node is a cast to a type that does not hold every value of its operand's type."""
     inner = cast_of(node)
     return inner is not None and not holds(dtype_of(node), dtype_of(inner))
 
 
 def _reaches_output(node: Node) -> bool:
-    """Whether a tensor, or a view of it, is returned."""
+    """Whether the graph returns a tensor or a view of it."""
     return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
 
 
 def _escapes(node: Node) -> bool:
-    """Whether a tensor, a view or a copy of it is returned: stock may leave out the copy."""
+    """Whether the graph returns a tensor, a view of it, or a copy of it, since stock may remove the copy."""
     passed_on = (u for u in node.users if viewed(u) is not None or u.target is aten.clone.default)
     return any(user.op == "output" for user in node.users) or any(map(_escapes, passed_on))
 
@@ -209,7 +209,7 @@ def _bytes(node: Node) -> str:
 
 
 def _cast_fewer(build: Builder, cast: Node) -> None:
-    """Move a widening cast before an expand, or behind the slices that are all that is used of it."""
+    """Move a widening cast before an expand, or behind slices if only slices of its result are used."""
     source, target = cast_of(cast), dtype_of(cast)
     if not holds(target, dtype_of(source)) or target is dtype_of(source) or _reaches_output(cast):
         return
@@ -230,7 +230,7 @@ def _cast_fewer(build: Builder, cast: Node) -> None:
 
 
 def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
-    """Have a matmul of half precision write the fp32 that its result is cast to, where that leaves the graph."""
+    """Let a half-precision matmul write fp32 if its result is cast to fp32 and leaves the graph."""
     chain, source = [], cast_of(cast)
     while source.target in VIEWS and len(source.users) == 1:
         chain.append(source)
@@ -247,15 +247,15 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
     for link in reversed(chain):
         with build.before(cast, like=link):
             result = build.call(link.target, result, *link.args[1:], **link.kwargs)
-    record(NAME, str(source.target), "fp32 output", f"{_bytes(cast)} bytes not cast", user_line(cast))
+    record(NAME, str(source.target), "fp32 output", f"{_bytes(cast)} bytes are not cast", user_line(cast))
     build.replace(cast, result)
 
 
 def _leaves(node: Node, backward: set[Node]) -> bool:
-    """Whether a tensor is returned as it is, or reshaped, or added to a gradient that is.
+    """Whether every use of a tensor ends in a result of the graph: as it is, reshaped, or added to a gradient.
 
-    Gradients are accumulated in the backward, or in place into an input. Any other sum (a residual stream) is left: the
-    matmul would write, and the sum read, twice the bytes.
+    Gradients are accumulated in the backward, or in place into an input. For any other sum (a residual stream) the answer is
+    no, because the matmul would write twice the bytes and the sum would read twice the bytes.
     """
     uses: Counter[bool] = Counter()
     pending = list(node.users)
@@ -272,5 +272,5 @@ def _leaves(node: Node, backward: set[Node]) -> bool:
 
 
 def _is_stored_in_input(node: Node) -> bool:
-    """Whether a node overwrites an input of the graph, as the end of an in-place operation does."""
+    """Whether a node overwrites an input of the graph, which is how an in-place operation ends."""
     return node.target is aten.copy_.default and node.args[0].op == "placeholder"

@@ -1,7 +1,7 @@
-"""``depend(x, tensors)``: x itself, with a gradient of exactly zero for every one of ``tensors``.
+"""``depend(x, tensors)`` returns x, and the gradient of each of ``tensors`` is exactly zero.
 
-What a score_mod adds without a key in it changes nothing that softmax returns. Its tensors leave the computation, but they
-are still inputs of the user's function, and their gradient is zero and not missing.
+If a term of a score_mod does not depend on the key, it does not change the result of softmax. Its tensors are removed from
+the computation, but they are still inputs of the user's function, so their gradient must be zero, not missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from torch import Tensor
 
 @torch.library.custom_op("gradfuse::depend", mutates_args=())
 def depend(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """``x`` (a copy in eager mode, ``x`` itself once compiled); its gradient is passed on, that of ``tensors`` is zero."""
+    """Return ``x``: a copy in eager mode, and ``x`` itself in compiled code.
+
+    x and tensors may have any shape and dtype. The gradient of the result is the gradient of ``x``; the gradients of
+    ``tensors`` are zero.
+    """
     return x.clone()
 
 

@@ -1,7 +1,7 @@
-"""What values an integer tensor of a joint graph can hold, and which dtypes hold them unchanged.
+"""Computes which values an integer tensor of a joint graph can hold, and which dtypes hold them unchanged.
 
-A cast between integer types, an addition in int32 and a float that stands for an integer are exact only within a range, so a
-proof about an index asks here for the range of its *values*; how many elements a tensor has says nothing about them.
+A cast between integer types, an addition in int32 and a float that stands for an integer are exact only within a range. So a
+proof about an index needs the range of its *values*, which cannot be derived from the number of elements of the tensor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..torch_api.sizes import statically_known_true
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: The least and the greatest value, ints or symbolic integers; None where nothing bounds it.
+#: The least and the greatest value, ints or symbolic integers; None if there is no bound.
 Range = tuple[Any, Any]
 
-#: Ops that keep every value and their order (flattened).
+#: Ops that keep all values and their flattened order.
 SAME_VALUES = {
     aten.view.default,
     aten.reshape.default,
@@ -33,7 +33,7 @@ SAME_VALUES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-#: Ops whose values are some of their operand's.
+#: Ops whose result contains only values of their operand.
 _MOVES = SAME_VALUES | {
     aten.permute.default,
     aten.transpose.int,
@@ -61,11 +61,11 @@ def holds_integers(dtype: torch.dtype, low: Any, high: Any) -> bool:
 
 
 def exact_integers(dtype: torch.dtype) -> tuple[int, int]:
-    """The range within which a dtype represents every integer: all of an integer type, 2**24 for fp32, 2**8 for bf16."""
+    """The range in which a dtype represents every integer: all values of an integer type, 2**24 for fp32, 2**8 for bf16."""
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point:
-        # eps is the distance from 1 to the next number; every integer up to 2 / eps is one.
+        # eps is the distance from 1 to the next number; the dtype has every integer up to 2 / eps.
         most = int(2 / torch.finfo(dtype).eps)
         return -most, most
     info = torch.iinfo(dtype)
@@ -73,7 +73,10 @@ def exact_integers(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def value_range(node: Node) -> Range:
-    """The range of an integer tensor's values: what its computation allows, at most what its dtype does."""
+    """The range of an integer tensor's values: that of its computation if the dtype holds it, otherwise that of the dtype.
+
+    (None, None) for other tensors.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point or value.dtype.is_complex:
         return None, None
@@ -82,7 +85,7 @@ def value_range(node: Node) -> Range:
 
 
 def _computed(node: Node) -> Range:
-    """The range of the exact result of a node's op; (None, None) where nothing is known."""
+    """The range of the exact result of a node's op; (None, None) if nothing is known."""
     if node.op != "call_function":
         return None, None
     target = node.target
@@ -116,13 +119,13 @@ def _of_iota(node: Node) -> Range:
 
 
 def _sorted_length(call: Node) -> Any:
-    """The length of the dim that a sort, argsort or topk runs along."""
+    """The length of the dim along which a sort, argsort or topk runs."""
     shape = call.args[0].meta["val"].shape
     return shape[sorted_dim(call)] if len(shape) else 1
 
 
 def sorted_dim(call: Node) -> int:
-    """The dim that a sort, argsort or topk runs along."""
+    """The dim along which a sort, argsort or topk runs; it may be negative."""
     at = 2 if call.target is aten.topk.default else 1
     if call.target not in (aten.sort.stable, aten.argsort.stable) and len(call.args) > at:
         return call.args[at]

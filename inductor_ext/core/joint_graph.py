@@ -1,4 +1,4 @@
-"""Adding to a traced graph: new nodes with fake values, sizes and metadata as if they had been traced there."""
+"""Adds nodes to a traced graph. They get fake values, sizes and metadata as if they had been traced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 HALF = (torch.bfloat16, torch.float16)
-#: Ops that move no value, or copy them all.
+#: Ops that are views, or that copy all values.
 SHAPE_ONLY = (
     aten.view.default,
     aten.permute.default,
@@ -31,7 +31,10 @@ SHAPE_ONLY = (
 
 @contextlib.contextmanager
 def building(graph: Graph) -> Iterator[Builder | None]:
-    """A builder for the rewrites of one graph: what one of them makes, the next finds. None for a graph without tensors."""
+    """A builder for the rewrites of one graph, or None for a graph without tensors.
+
+    All rewrites of the graph share the builder, so a rewrite finds the nodes that earlier ones created.
+    """
     fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
     if fake_mode is None:
         yield None
@@ -45,14 +48,15 @@ def building(graph: Graph) -> Iterator[Builder | None]:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor of a node."""
+    """The fake tensor of a node; a KeyError if the node has no value."""
     return node.meta["val"]
 
 
 class Builder:
-    """Puts new nodes before the node that is being replaced; to be used inside the graph's fake mode.
+    """Inserts new nodes before the node that is being replaced. Use it inside the graph's fake mode.
 
-    shared: what several replacements use (the inverse of a permutation), made once, where its source is made.
+    shared: nodes that several replacements use (the inverse of a permutation). Each of them is created once, right after its
+    source.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -64,7 +68,7 @@ class Builder:
 
     @contextlib.contextmanager
     def before(self, node: Node, like: Node | None = None) -> Iterator[None]:
-        """New nodes go before ``node`` and take its metadata, or that of ``like``."""
+        """Insert new nodes before ``node``, with its metadata or with that of ``like``."""
         outer = self._before, self._like
         self._before, self._like = node, like or node
         try:
@@ -73,7 +77,7 @@ class Builder:
             self._before, self._like = outer
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, with a fake value of its own."""
+        """A new node that calls ``target``, with a new fake value."""
         with self.graph.inserting_before(self._before):
             node = self.graph.call_function(target, args, kwargs)
         copy_meta(self._like, node)
@@ -85,19 +89,19 @@ class Builder:
         return node
 
     def size(self, node: Node, dim: int) -> Any:
-        """The size of a dim as an argument of a new node: an int, or a node."""
+        """The size of a dim, in elements, as an argument of a new node: an int or a node."""
         size = value_of(node).shape[dim]
         if isinstance(size, int):
             return size
         found = self.call(aten.sym_size.int, node, dim)
         if isinstance(found.meta["val"], int):
-            # A guard has made it a constant since.
+            # A guard has made the size a constant since the graph was traced.
             self.graph.erase_node(found)
             return found.meta["val"]
         return found
 
     def sizes(self, node: Node, dims: Sequence[int]) -> list[Any]:
-        """The sizes of several dims."""
+        """The sizes of several dims, each an int or a node."""
         return [self.size(node, d) for d in dims]
 
     def product(self, sizes: Sequence[Any]) -> Any:
@@ -111,27 +115,27 @@ class Builder:
         return total
 
     def wide(self, node: Node) -> Node:
-        """``node`` in fp32, if it is in half precision."""
+        """``node`` cast to fp32 if it is in half precision; otherwise ``node``."""
         return self.convert(node, torch.float32) if value_of(node).dtype in HALF else node
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``."""
+        """``node`` cast to ``dtype``, or ``node`` itself if it has this dtype."""
         return node if value_of(node).dtype is dtype else self.call(prims.convert_element_type.default, node, dtype)
 
     def full(self, sizes: Sequence[Any], fill: Any, dtype: torch.dtype, device: torch.device) -> Node:
-        """A tensor of one value."""
+        """A tensor of the given sizes (each an int or a node) that is filled with one value."""
         return self.call(aten.full.default, list(sizes), fill, dtype=dtype, device=device)
 
     def replace(self, node: Node, result: Node) -> None:
-        """Put ``result`` in the place of ``node``, which is erased."""
+        """Replace all uses of ``node`` by ``result``, and erase ``node``."""
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
         self.refresh_views(result)
 
     def refresh_views(self, node: Node) -> None:
-        """Give the views of a node, whose operand has changed, fake values that share its memory.
+        """After the operand of views has changed, give the views new fake values that share memory with ``node``.
 
-        By these stock's passes tell what may be returned: a stale one hides that an output would be an input.
+        Stock's passes use these values to decide what may be returned. A stale value hides that an output would be an input.
         """
         for user in node.users:
             if viewed(user) is node:
@@ -140,12 +144,12 @@ class Builder:
                 self.refresh_views(user)
 
     def count(self, length: Any, device: torch.device) -> Node:
-        """0, 1, ..., length - 1, int64."""
+        """The tensor 0, 1, ..., length - 1: [length], int64. ``length`` is an int or a node."""
         return self.call(prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)
 
 
 def copy_meta(source: Node, target: Node) -> None:
-    """Give a new node the stack trace, partitioner's tags and so on of the node that it stands for."""
+    """Copy metadata such as the stack trace and the partitioner's tags to a new node from the node that it replaces."""
     kept = {k: v for k, v in source.meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
     target.meta.update(kept)
 
@@ -161,5 +165,5 @@ def after_tangents(graph: Graph) -> set[Node]:
 
 
 def same_shape(a: Node, b: Node) -> bool:
-    """Whether two tensors are known to have one shape."""
+    """Whether two tensors are known to have the same shape."""
     return same_sizes(value_of(a).shape, value_of(b).shape)

@@ -1,6 +1,6 @@
-"""What an op does besides computing its result: writing to memory, drawing random numbers, changing how gradients flow.
+"""Side effects of ops: they write to memory, draw random numbers, or change the gradient mode.
 
-A value may be computed elsewhere, once instead of often, or not at all only where the op that computes it does none of this.
+A rewrite may compute a value elsewhere, once instead of often, or not at all, only if its op has none of these effects.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RANDOM = re.compile(rf"(^|_)({_DRAWS})(_|$|\d)")
 
 
 def changes_in_place(node: Node) -> bool:
-    """Whether a node of Dynamo's graph writes to one of its operands, as far as its name tells."""
+    """Whether a node of Dynamo's graph writes to one of its operands, judged by its name and arguments."""
     name = called(node)
-    # ``operator`` has names like ``and_``, which only keep clear of Python's keywords.
+    # Names in ``operator`` such as ``and_`` end in "_" only because ``and`` is a keyword of Python.
     keyword = getattr(node.target, "__module__", "") == "_operator"
     written_to = name.endswith("_") and not name.endswith("__") and not keyword
     named = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
@@ -31,14 +31,14 @@ def changes_in_place(node: Node) -> bool:
 
 
 def called(node: Node) -> str:
-    """The name of the function or method that a node calls; "" for a node that calls none."""
+    """The name of the function or method that a node calls; "" for a node that calls nothing."""
     if node.op not in ("call_function", "call_method"):
         return ""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers, so that computing it once more gives something else."""
+    """Whether a node draws random numbers, so that a second computation gives another result."""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return bool(_RANDOM.search(called(node)))
@@ -50,19 +50,19 @@ def sets_gradient_mode(node: Node) -> bool:
 
 
 def is_pure(node: Node) -> bool:
-    """Whether a node of Dynamo's graph does nothing but compute its result, the same whenever it is asked."""
+    """Whether a node of Dynamo's graph only computes its result, and computes the same result each time."""
     return not (changes_in_place(node) or is_random(node) or sets_gradient_mode(node))
 
 
 def viewed(node: Node) -> Node | None:
-    """The tensor (or list of tensors) whose memory a node of a graph of ATen ops is a view of; None where it has its own."""
+    """The tensor (or list of tensors) of which a node of an ATen graph is a view; None if the node has its own memory."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
         return node.args[0] if viewed(node.args[0]) is not None else None
     returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
     aliases = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    # ``_unsafe_view`` claims none, but shares memory once Inductor has lowered it.
+    # The schema of ``_unsafe_view`` has no alias, but its result shares memory after Inductor has lowered it.
     return node.args[0] if aliases or node.target is torch.ops.aten._unsafe_view.default else None
 
 
@@ -74,7 +74,7 @@ def base(node: Node) -> Node:
 
 
 def written(graph: Graph) -> set[Node]:
-    """The nodes of a graph of ATen ops that own memory which some op writes to."""
+    """The nodes of an ATen graph that own memory to which some op writes."""
     return {base(operand) for node in graph.nodes for operand in _written_operands(node)}
 
 

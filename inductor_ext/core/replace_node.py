@@ -1,4 +1,4 @@
-"""Put the ATen ops of a traced function in the place of one node, in a graph after AOTAutograd."""
+"""Replaces one node of a graph after AOTAutograd by the ATen ops of a traced function."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..torch_api.tracing import detect_fake_mode, trace
 
 
 def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Callable[..., Any]) -> None:
-    """Replace ``node`` by the trace of ``function(*operands)``, whose nested outputs match the node's."""
+    """Replace ``node``, in place, by the trace of ``function(*operands)``, whose nested outputs must match the node's."""
     values = [o.meta["val"] if isinstance(o, Node) else o for o in operands]
     fake_mode = detect_fake_mode(values)
 
-    # Before tracing: comparing symbolic strides in there would put the comparison into the graph.
+    # This is done before tracing, because the trace would contain a comparison of symbolic strides.
     orders = [_memory_order(x) for x in pytree.tree_leaves(node.meta["val"], is_leaf=lambda x: x is None)]
 
     def laid_out(*arguments: Any) -> Any:
@@ -47,7 +47,7 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
 
 
 def _memory_order(promised: Tensor | None) -> list[int]:
-    """The dims of a result as they lie in memory, outermost first, by what the op's fake implementation promised."""
+    """The dims of a result in memory order, outermost first, as the op's fake implementation promised."""
     if promised is None:
         return []
     strides = [size_hint(s) for s in promised.stride()]
@@ -55,7 +55,7 @@ def _memory_order(promised: Tensor | None) -> list[int]:
 
 
 def _in_order(result: Tensor | None, order: list[int]) -> Tensor | None:
-    """``result`` with its dims in a memory order."""
+    """``result`` with the given memory order of its dims."""
     if result is None:
         return None
     return result.permute(order).contiguous().permute([order.index(d) for d in range(result.dim())])
@@ -71,7 +71,7 @@ def _adopt(gm: GraphModule, name: str, value: Any) -> str:
 
 
 def _redirect(gm: GraphModule, node: Node, results: Any) -> None:
-    """Give the users of ``node`` (getitems, perhaps nested) the corresponding results."""
+    """Replace the users of ``node`` (getitems, possibly nested) by the corresponding results."""
     for user in list(node.users):
         assert user.target is operator.getitem, user
         result = results[user.args[1]]

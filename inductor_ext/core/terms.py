@@ -1,7 +1,7 @@
-"""Sums of views: what a tensor of Dynamo's graph is as ``± base`` terms, and how each base's dims lie in it.
+"""Expresses a tensor of Dynamo's graph as a sum of terms ``± base``, where each term is a view of its base.
 
-A view only moves dims, so a matrix spelt ``F[..., None] - F[..., None, :] + i.unsqueeze(-2)``, with ``repeat``,
-``transpose`` and slices or with ``expand``, comes out as the same three terms.
+A view only moves dims. So a matrix that is written ``F[..., None] - F[..., None, :] + i.unsqueeze(-2)`` has the same three
+terms if it is written with ``repeat``, ``transpose`` and slices, or with ``expand``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ALIASES = {
 
 
 def op(node: Any) -> str:
-    """The name of a node's op, whether function, method or attribute spelt it; "" for what is none."""
+    """The name of a node's op, the same for a function, a method and an attribute; "" for anything that is not an op."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     if node.target is getattr:
@@ -65,7 +65,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def number(x: Any) -> float | None:
-    """What a Python number of the graph is, None for anything else. A symbolic one is specialised to its value."""
+    """The value of a Python number of the graph; None for anything else. A symbolic number is specialised to its value."""
     value = x.meta.get("example_value") if isinstance(x, Node) else x
     return float(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) else None
 
@@ -76,7 +76,7 @@ def reads_shape(node: Node) -> bool:
 
 
 def binary(node: Any, name: str) -> bool:
-    """Whether a node is the op ``name`` of two operands and nothing else (no ``alpha``, no ``rounding_mode``)."""
+    """Whether a node is the op ``name`` with two operands and no other argument (no ``alpha``, no ``rounding_mode``)."""
     return op(node) == name and len(node.args) == 2 and not node.kwargs
 
 
@@ -87,7 +87,7 @@ def is_one(size: Any) -> bool:
 
 @dataclass(frozen=True)
 class Term:
-    """``sign * base``, where dim d of the whole is dim ``dims[d]`` of the base (None: broadcast) from ``starts[d]`` on."""
+    """``sign * base``: dim d of the sum is dim ``dims[d]`` of the base, from index ``starts[d]`` on (None: broadcast)."""
 
     sign: int
     base: Any
@@ -96,17 +96,17 @@ class Term:
 
 
 class NotASum(Exception):
-    """A node is a view that moves more than dims."""
+    """A node is not a view that only moves dims."""
 
 
 def whole(node: Node, sign: int = 1) -> Term:
-    """A node as one term, itself."""
+    """A node as a single term whose base is the node itself."""
     sizes = shape(node)
     return Term(sign, node, tuple(None if is_one(s) else d for d, s in enumerate(sizes)), (0,) * len(sizes))
 
 
 def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node: None) -> list[Term]:
-    """``node`` as a sum. ``opaque`` may give the terms of a node that this function does not look into."""
+    """The terms of ``node``. If ``opaque`` returns terms for a node, they are used and the node is not analysed."""
     known = opaque(node)
     if known is not None:
         return known
@@ -130,7 +130,7 @@ def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node:
 
 
 def view_of(node: Node) -> Term:
-    """``node`` as a view of one base, its signs and sums left alone."""
+    """``node`` as a view of one base, without an analysis of signs and sums."""
     name = op(node)
     if name in ("contiguous", "clone") or (name in ("float", "double", "to") and _widens(node)):
         return view_of(node.args[0])
@@ -153,7 +153,7 @@ def _aligned(sum_: Sequence[Term], rank: int) -> list[Term]:
 
 
 def _behind_zeros(node: Node) -> tuple[Node, int] | None:
-    """X and the dim, where ``node`` is ``cat([one row of zeros, X], dim)``."""
+    """X and the dim if ``node`` is ``cat([one row of zeros, X], dim)``; otherwise None."""
     parts, dim = list(arg(node, 0, "tensors")), arg(node, 1, "dim", 0)
     dim %= len(shape(node))
     if len(parts) == 2 and op(parts[0]) in ("zeros", "new_zeros", "zeros_like") and is_one(shape(parts[0])[dim]):
@@ -166,13 +166,13 @@ def _shift(term: Term, dim: int) -> Term:
 
 
 def _started(term: Term, more: Sequence[int]) -> Term:
-    """``term`` from ``more`` further on in each of its own dims."""
+    """``term`` with ``more[d]`` added to the start of each dim d that is not broadcast."""
     moved = zip(term.dims, term.starts, more, strict=True)
     return replace(term, starts=tuple(0 if dim is None else start + by for dim, start, by in moved))
 
 
 def _pick(term: Term, order: Sequence[int | None]) -> Term:
-    """The dims of ``term`` in a new order, None for a new one."""
+    """The dims of ``term`` in a new order, in which None is a new dim."""
     dims = tuple(None if d is None else term.dims[d] for d in order)
     return replace(term, dims=dims, starts=tuple(0 if d is None else term.starts[d] for d in order))
 
@@ -203,7 +203,7 @@ def _permute(node: Node, term: Term) -> Term:
 
 
 def _reshaped(node: Node, term: Term) -> Term:
-    """A view that inserts or removes dims of size one, or broadcasts or repeats such dims; else NotASum."""
+    """A view that inserts, removes, broadcasts or repeats dims of size one. Raises NotASum for any other view."""
     before, after = shape(node.args[0]), shape(node)
     source = [d for d, size in enumerate(before) if not is_one(size)]
     target = [d for d, size in enumerate(after) if not is_one(size)]

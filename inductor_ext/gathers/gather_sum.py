@@ -1,7 +1,8 @@
-"""Lowering of ``gradfuse::gather_sum`` into Inductor's own IR, so that what makes its rows and what uses its sums fuse in.
+"""Lowering of ``gradfuse::gather_sum`` into Inductor's own IR.
 
-A few rows are added in one pointwise expression: Inductor's reduction over a short dim that is not the innermost runs at a
-fourth of the bandwidth (benchmarks/NOTES.md).
+Inductor can therefore fuse the op with the computation of its rows and with the users of its sums. If only a few rows are
+added, the lowering writes one pointwise expression, because Inductor's reduction over a short dim that is not the innermost
+runs at a fourth of the bandwidth (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from ..torch_api.lowering import lowerings, ops
 from .row_sums import accumulator
 from .row_sums import gather_sum as op
 
-#: Up to this many rows are added without a loop.
+#: The largest number of rows that are added without a loop.
 MOST_UNROLLED = 16
 
 
-def lower(values: Any, places: Any, rows: Any, times: Any, strided: bool) -> Any:
-    """The replacement of the op; its operands and result are those of ``gathers.row_sums.gather_sum``."""
+def lower(values: Any, indices: Any, rows: Any, times: Any, strided: bool) -> Any:
+    """Lower the op. The operands and the result are those of ``gathers.row_sums.gather_sum``."""
     count, *rest = values.get_size()
     dtype = accumulator(values.get_dtype())
-    load, place = values.make_loader(), places.make_loader() if places is not None else None
+    load, load_index = values.make_loader(), indices.make_loader() if indices is not None else None
 
     def read(row: Any, column: Sequence[Any], j: Any) -> Any:
         at = j * rows + row if strided else row * times + j
-        if place is not None:
-            # In range by the proof that brought us here: no check, no wrapping of negative indices.
-            at = ops.indirect_indexing(place([at]), count, check=False, wrap_neg=False)
+        if load_index is not None:
+            # The rewrite has proven that the index is in range, so it needs no check and no wrapping of negative indices.
+            at = ops.indirect_indexing(load_index([at]), count, check=False, wrap_neg=False)
         return ops.to_dtype(load([at, *column]), dtype)
 
     common = {"device": values.get_device(), "dtype": dtype}

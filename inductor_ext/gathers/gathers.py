@@ -1,12 +1,14 @@
-"""Gathers by an index that names every row k times, on the joint graph: each row read once and stored to its k places.
+"""Gathers by an index in which every row occurs k times: on the joint graph, read each row once and store it k times.
 
-``x[permutation // k]`` reads every row of x k times, far apart: from device memory each time, once x is larger than the L2
-cache. Run in the order of x instead, the k reads follow one another, and the permutation moves to the stores:
+``x[permutation // k]`` reads every row of x k times. The k reads are far apart, so if x is larger than the L2 cache, each of
+them goes to device memory. If the work runs in the order of x instead, the k reads follow one another, and the permutation
+moves to the stores:
 
     y = f(x[perm // k], other)     becomes     y[inverse[s * k + j]] = f(x[s], other[inverse[s * k + j]])
 
-for the whole region f of element-wise ops (and sums over a row) that hangs on the gather: in the gradient of a weighted
-combine, that of the experts' outputs and that of the weights. What is stored would have been stored anyway.
+f is the whole region of element-wise ops (and sums over a row) that depends on the gather. In the gradient of a weighted
+combine, for example, this region computes the gradient of the experts' outputs and the gradient of the weights. The rewrite
+stores only tensors that would have been stored anyway.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ _REDUCTIONS = {
 }
 
 
-#: Ops that keep every value in its place, if they keep the shape.
+#: Ops that keep every value at its index if they keep the shape.
 _COPIES = {aten.view.default, aten.expand.default, aten.clone.default, aten.alias.default}
 
 
 @dataclass
 class _Region:
-    """gather: ``x[index]``; nodes: it and what hangs on it, in the graph's order; proof: of its index."""
+    """A gather and the nodes that depend on it.
+
+    gather: the node ``x[index]``. proof: the proof about its index. nodes: the gather and the nodes that are computed from
+    it, in the graph's order.
+    """
 
     gather: Node
     x: Node
@@ -58,13 +64,13 @@ class _Region:
     nodes: list[Node] = field(default_factory=list)
 
     def stored(self) -> Iterator[Node]:
-        """The nodes whose values are used outside."""
+        """The nodes whose values are used outside of the region."""
         inside = set(self.nodes)
         yield from (n for n in self.nodes if any(user not in inside for user in n.users))
 
 
-def rewrite(build: Builder, own: Options) -> None:
-    """Turn, in place, the order of every gather that reads a large tensor several times over."""
+def rewrite(build: Builder, options: Options) -> None:
+    """Rewrite, in place, every gather that reads a large tensor several times, to run in the order of that tensor."""
     backward = after_tangents(build.graph)
     for node in list(build.graph.nodes):
         region = _match(node)
@@ -72,21 +78,24 @@ def rewrite(build: Builder, own: Options) -> None:
             continue
         _grow(region, backward)
         if all(_is_materialised(n) for n in region.stored()):
-            _turn(build, region)
+            _reorder(build, region)
             why = f"every row is read once, not {region.proof.times} times"
             record(NAME, str(node.target), "stores", why, user_line(node))
 
 
 def needs_tuning(gm: GraphModule) -> bool:
-    """Whether a graph stores rows to their places and sums rows beside it: one kernel, for which Inductor's first choice of
-    a tile takes a fifth longer than the best (benchmarks/NOTES.md)."""
+    """Whether a graph stores rows by a permutation and also sums rows.
+
+    Inductor makes one kernel of both, and its first choice of a tile for this kernel takes a fifth longer than the best tile
+    (benchmarks/NOTES.md).
+    """
     placed = gm.graph.find_nodes(op="call_function", target=torch.ops.gradfuse.place_rows.default)
     large = [n for n in placed if value_of(n).dim() > 1]
     return bool(large) and bool(gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList))
 
 
 def cache_bytes(device: torch.device) -> float:
-    """Bytes of the last cache before memory; infinite on a CPU, whose caches do not make this worth while."""
+    """The size in bytes of the last cache before memory; infinite on a CPU, whose caches do not need the rewrite."""
     return Target.of(device).l2
 
 
@@ -112,7 +121,7 @@ def _match(node: Node) -> _Region | None:
 
 
 def _grow(region: _Region, backward: set[Node]) -> None:
-    """Add what can be computed row by row from the gather: element-wise ops of its shape, and sums over a row."""
+    """Add the nodes that can be computed row by row from the gather: element-wise ops of its shape, and sums over a row."""
     inside = {region.gather}
     region.nodes.append(region.gather)
     shape = value_of(region.gather).shape
@@ -120,7 +129,7 @@ def _grow(region: _Region, backward: set[Node]) -> None:
     while (node := node.next).op != "output":
         operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
         from_rows = any(a in inside and same_sizes(value_of(a).shape, shape) for a in operands)
-        # What the forward computes and the backward uses is saved between them, in the order it has.
+        # If the forward computes a value and the backward uses it, it is saved in between, in the order that it has.
         same_pass = (node in backward) == (region.gather in backward)
         if from_rows and same_pass and (_is_elementwise(node, shape, operands, inside) or _is_row_sum(node)):
             inside.add(node)
@@ -145,7 +154,7 @@ def _is_row_sum(node: Node) -> bool:
 
 
 def _is_materialised(node: Node) -> bool:
-    """Whether a node is small, or none of its users would be fused with it."""
+    """Whether a node is a sum over a row, which is small, or none of its users would be fused with it."""
     if node.target is aten.sum.dim_IntList:
         return True
     pending = list(node.users)
@@ -158,29 +167,29 @@ def _is_materialised(node: Node) -> bool:
     return True
 
 
-def _turn(build: Builder, region: _Region) -> None:
-    """Compute the region in the order of x and store its results to their places."""
-    places = inverse(build, region.proof.permutation)
+def _reorder(build: Builder, region: _Region) -> None:
+    """Compute the region in the order of x, and store each row of its results at its index."""
+    indices = inverse(build, region.proof.permutation)
     rows = region.proof.length
-    turned: dict[Node, Node] = {}
+    reordered: dict[Node, Node] = {}
 
     def operand(node: Node) -> Node:
-        if node not in turned:
+        if node not in reordered:
             by_row = value_of(node).dim() > 0 and statically_known_true(value_of(node).shape[0] == rows)
-            # Not the unchecked op: the partitioner would save its result for the backward and not recompute it.
-            turned[node] = build.call(aten.index.Tensor, node, [places]) if by_row else node
-        return turned[node]
+            # The unchecked op is not used: the partitioner would save its result for the backward, not recompute it.
+            reordered[node] = build.call(aten.index.Tensor, node, [indices]) if by_row else node
+        return reordered[node]
 
     stored = set(region.stored())
     for node in region.nodes:
         with build.before(node):
             if node is region.gather:
-                turned[node] = _repeated(build, region)
+                reordered[node] = _repeated(build, region)
             else:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
-                turned[node] = build.call(node.target, *args, **kwargs)
+                reordered[node] = build.call(node.target, *args, **kwargs)
             if node in stored:
-                result = build.call(torch.ops.gradfuse.place_rows.default, turned[node], places)
+                result = build.call(torch.ops.gradfuse.place_rows.default, reordered[node], indices)
                 outside = [user for user in node.users if user not in region.nodes]
                 for user in outside:
                     user.replace_input_with(node, result)
@@ -190,7 +199,7 @@ def _turn(build: Builder, region: _Region) -> None:
 
 
 def _repeated(build: Builder, region: _Region) -> Node:
-    """x [S, ...] with every row k times [S * k, ...], which costs nothing until it is stored."""
+    """Repeat every row of x [S, ...] k times: [S * k, ...]. This costs nothing until the result is stored."""
     sizes = build.sizes(region.x, range(value_of(region.x).dim()))
     spread = build.call(aten.unsqueeze.default, region.x, 1)
     spread = build.call(aten.expand.default, spread, [sizes[0], region.proof.times, *sizes[1:]])

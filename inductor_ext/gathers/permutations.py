@@ -1,7 +1,7 @@
-"""Which index tensors of an FX graph hold a permutation, every row equally often, or no value twice.
+"""Proves which index tensors of an FX graph hold a permutation, every row equally often, or no value twice.
 
-A proof from the graph alone: the joint graph of AOTAutograd is functional, so whatever overwrites a part of an index makes a
-new node, of which nothing is known. Everything here is about the *values* of an integer tensor, flattened:
+The proofs need only the graph. The joint graph of AOTAutograd is functional, so an op that overwrites a part of an index
+creates a new node, and nothing is known about this node. All proofs are about the *values* of a flattened integer tensor:
 
     permutation   each of 0 .. n-1 once           sort and argsort indices, randperm, arange, flips, compositions, inverses
     repeated      each of 0 .. n/k-1 k times      ``permutation // k``, ``permutation % (n / k)``, repeated aranges
@@ -32,8 +32,8 @@ _REMAINDERS = {aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar}
 class Repeated:
     """``permutation // times``, or ``permutation % (length / times)`` if ``strided``.
 
-    permutation: the node of the permutation of ``length`` values; None for 0, 1, 2... times: an int, or the node of a
-    symbolic one.
+    permutation: the node of the permutation; None for 0, 1, 2... length: the number of its values. times: how often every
+    row occurs, an int or the node of a symbolic one.
     """
 
     permutation: Node | None
@@ -42,7 +42,7 @@ class Repeated:
     strided: bool = False
 
     def covers(self, rows: Any) -> bool:
-        """Whether the rows that come are provably 0 .. rows-1."""
+        """Whether the rows that occur are provably 0 .. rows-1."""
         times = self.times.meta["val"] if isinstance(self.times, Node) else self.times
         return guarded_true(rows * times == self.length)
 
@@ -70,7 +70,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def same_values(node: Node) -> Node:
-    """The node that ``node`` is a view, copy or wide enough integer cast of, flattened order kept."""
+    """Skip views, copies and wide enough integer casts: the node that has the same values in the same flattened order."""
     while True:
         if node.target in SAME_VALUES or (node.target in CASTS and _keeps_integers(node)):
             node = node.args[0]
@@ -79,9 +79,9 @@ def same_values(node: Node) -> Node:
 
 
 def _keeps_integers(cast: Node) -> bool:
-    """Whether an integer cast keeps every index: the new type must hold every value that there can be.
+    """Whether an integer cast keeps every index: the new type must hold every value that can occur.
 
-    Not bool and uint8, which index as masks.
+    False for bool and uint8, because such tensors index as masks.
     """
     before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
     if any(d.is_floating_point or d.is_complex or d in (torch.bool, torch.uint8) for d in (before, after)):
@@ -118,25 +118,25 @@ def _is_iota(node: Node) -> bool:
 
 
 def _is_rotated_iota(node: Node) -> bool:
-    """Whether ``node`` is ``(arange(n) + c) % n``, by which ``roll`` is decomposed."""
+    """Whether ``node`` is ``(arange(n) + c) % n``, the decomposition of ``roll``."""
     if node.target not in _REMAINDERS or not _same(node.args[1], numel(node)):
         return False
     total = node.args[0]
     if total.target is not aten.add.Tensor or total.kwargs or not isinstance(total.args[1], int) or total.args[1] < 0:
         return False
-    # The sum must not wrap, and fmod is the remainder of what is not negative.
+    # The sum must not overflow. No value is negative, so fmod is the remainder.
     return _is_iota(total.args[0]) and holds_integers(total.meta["val"].dtype, 0, numel(node) + total.args[1])
 
 
 def sorted_tensor(node: Node) -> Node | None:
-    """What ``node`` holds the sorting permutation of: it is result 1 of a sort over all elements."""
+    """The sorted tensor, if ``node`` is the indices (result 1) of a sort over all elements."""
     if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target not in SORTS:
         return None
     return node.args[0].args[0] if _orders_all(node.args[0]) else None
 
 
 def argsorted(node: Node) -> Node | None:
-    """The permutation [N] that ``node`` is the ascending argsort, and so the inverse, of."""
+    """The permutation [N], if ``node`` is its ascending argsort and therefore its inverse."""
     source = sorted_tensor(node)
     if source is None:
         return None
@@ -147,27 +147,28 @@ def argsorted(node: Node) -> Node | None:
 
 
 def stored_inverse(node: Node) -> Node | None:
-    """The permutation that ``node`` is the inverse of, made by storing an arange (or a permutation) at its places.
+    """The permutation p, if ``node`` is computed by storing an arange (or a permutation) at the indices in p.
 
-    ``empty[p] = arange(n)``: every element is overwritten, since p names each place once.
+    For an arange the result is the inverse of p, ``empty[p] = arange(n)``. Every element is overwritten, because p has every
+    index once.
     """
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
         base, indices, values, *accumulate = node.args
         if any(accumulate) or len(indices) != 1 or not isinstance(indices[0], Node):
             return None
-        place = indices[0]
+        index = indices[0]
     elif node.target is aten.scatter.src:
-        base, _, place, values = node.args
+        base, _, index, values = node.args
     else:
         return None
     one_dim = isinstance(values, Node) and len(_size(base)) == 1 == len(_size(values))
-    if one_dim and _same(numel(base), numel(place)) and _same(numel(values), numel(place)):
-        return place if is_permutation(place) and is_permutation(values) else None
+    if one_dim and _same(numel(base), numel(index)) and _same(numel(values), numel(index)):
+        return index if is_permutation(index) and is_permutation(values) else None
     return None
 
 
 def repeated(node: Node) -> Repeated | None:
-    """Proof that ``node`` names every row equally often (once, if it is a permutation)."""
+    """The proof that ``node`` has every row equally often (once, if it is a permutation); None if there is no proof."""
     node = same_values(node)
     if is_permutation(node):
         return Repeated(node, numel(node), 1)
@@ -181,7 +182,7 @@ def repeated(node: Node) -> Repeated | None:
 
 
 def _divided(node: Node) -> Repeated | None:
-    """``permutation // k`` and ``permutation % rows``."""
+    """The proof for ``permutation // k`` and ``permutation % rows``."""
     if node.target not in (*_DIVISIONS, *_REMAINDERS) or not isinstance(node.args[0], Node):
         return None
     inner, length = same_values(node.args[0]), numel(node)
@@ -189,7 +190,7 @@ def _divided(node: Node) -> Repeated | None:
     whole = not node.meta["val"].dtype.is_floating_point
     if not whole or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
         return None
-    # The division runs in the dtype of its operand, to which the divisor is cast first.
+    # The division is computed in the dtype of its operand. The divisor is cast to this dtype first.
     if not statically_known_true(divisor > 0) or not holds_integers(node.args[0].meta["val"].dtype, 0, divisor):
         return None
     if node.target in _REMAINDERS:
@@ -200,7 +201,7 @@ def _divided(node: Node) -> Repeated | None:
 
 
 def _repeated_iota(node: Node) -> Repeated | None:
-    """An arange with every element, or the whole of it, repeated: [S], [S, 1] or [1, S] expanded, or ``repeat(k)``."""
+    """The proof for a repeated arange, by element or as a whole: [S], [S, 1] or [1, S] expanded, or ``repeat(k)``."""
     if node.target is aten.repeat.default and _is_iota(same_values(node.args[0])) and len(node.args[1]) == 1:
         times = node.args[1][0]
         return Repeated(None, numel(node), times, strided=True) if isinstance(times, int) and times > 0 else None
@@ -209,7 +210,7 @@ def _repeated_iota(node: Node) -> Repeated | None:
     before, after = _size(node.args[0]), _size(node)
     if len(before) > 2 or len(after) != 2 or not all(isinstance(n, int) for n in (*before, *after)):
         return None
-    # ``expand`` aligns on the right; of the two dims one is the arange's own and stays as it is.
+    # ``expand`` aligns dims on the right. One of the two dims belongs to the arange and keeps its size.
     before = (1,) * (2 - len(before)) + before
     if before[1] == after[1] and before[0] == 1 and after[0] > 0:
         return Repeated(None, numel(node), after[0], strided=True)
@@ -219,7 +220,7 @@ def _repeated_iota(node: Node) -> Repeated | None:
 
 
 def names_once(indices: Sequence[Node | None]) -> bool:
-    """Whether a tuple of indices, as ``index_put`` takes them, names no place twice."""
+    """Whether a tuple of indices, as ``index_put`` takes them, selects no element twice."""
     chosen = [i for i in indices if i is not None]
     if len(chosen) == 1:
         mask = chosen[0].meta["val"].dtype in (torch.bool, torch.uint8)
@@ -233,7 +234,7 @@ def names_once(indices: Sequence[Node | None]) -> bool:
 
 
 def _nonzero_column(node: Node) -> tuple[Node, int] | None:
-    """The nonzero call, and which of its columns ``node`` is."""
+    """The call of ``nonzero`` and the number of its column, if ``node`` is one of its columns."""
     node = same_values(node)
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         (source, *dim), at = node.args[0].args, node.args[1]
@@ -246,7 +247,7 @@ def _nonzero_column(node: Node) -> tuple[Node, int] | None:
 
 
 def is_injective(node: Node) -> bool:
-    """Whether no value of ``node``, flattened, comes twice."""
+    """Whether no value of ``node``, flattened, occurs twice."""
     node = same_values(node)
     if is_permutation(node):
         return True

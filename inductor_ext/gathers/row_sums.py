@@ -1,6 +1,6 @@
-"""Rows of a tensor, added up or moved by an index that was analysed: what scatter-adds become (gathers/scatters.py).
+"""Custom ops that add or move rows of a tensor by an analysed index; gathers/scatters.py turns scatter-adds into them.
 
-The sums accumulate in fp32 (float64 for float64), in an order that depends on the index alone.
+The sums are accumulated in fp32 (float64 for float64), in an order that depends only on the index.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of ``dtype`` are accumulated in."""
+    """The dtype in which sums of ``dtype`` are accumulated."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.library.custom_op("gradfuse::gather_sum", mutates_args=())
-def gather_sum(values: Tensor, places: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
-    """``times`` rows of ``values`` added up for each of ``rows`` rows of the result.
+def gather_sum(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
+    """Gather ``times`` rows of ``values`` for each of the ``rows`` rows of the result, and add them.
 
-    values [rows * times, ...]; places [rows * times] (integers, in range) or None for 0, 1, 2... Row s of the result
-    [rows, ...] adds ``values[places[s * times + j]]`` over j, or ``values[places[j * rows + s]]`` if ``strided``. The result
-    has the accumulator's dtype.
+    values is [rows * times, ...]. indices is [rows * times] (integers, in range), or None for 0, 1, 2... Row s of the result
+    [rows, ...] is the sum over j of ``values[indices[s * times + j]]``, or of ``values[indices[j * rows + s]]`` if
+    ``strided``. The result has the accumulator's dtype.
     """
-    chosen = values if places is None else values[places]
+    chosen = values if indices is None else values[indices]
     chosen = chosen.to(accumulator(values.dtype))
     if strided:
         return chosen.unflatten(0, (times, rows)).sum(0)
@@ -30,16 +30,17 @@ def gather_sum(values: Tensor, places: Tensor | None, rows: int, times: int, str
 
 
 @gather_sum.register_fake
-def _(values: Tensor, places: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
+def _(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
     return values.new_empty((rows, *values.shape[1:]), dtype=accumulator(values.dtype))
 
 
 @torch.library.custom_op("gradfuse::segment_sum", mutates_args=())
 def segment_sum(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """A scatter-add into ``rows`` rows of zeros, its index sorted: row r adds ``values[order[i]]`` over ``keys[i] == r``.
+    """A scatter-add by a sorted index into ``rows`` rows of zeros.
 
-    values [N, H]; order [N] int64; keys [N] integers in ascending order, -1 for a row to leave out. The result [rows, H]
-    is rounded to ``dtype`` once.
+    Row r of the result is the sum of ``values[order[i]]`` over all i with ``keys[i] == r``. values is [N, H], order [N]
+    int64. keys is [N], integers in ascending order, where -1 marks a row that is left out. The result [rows, H] is rounded
+    once, to ``dtype``.
     """
     wide = accumulator(values.dtype)
     kept = torch.where((keys >= 0).unsqueeze(1), values[order].to(wide), 0)
@@ -53,11 +54,11 @@ def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype
 
 
 @torch.library.custom_op("gradfuse::place_rows", mutates_args=())
-def place_rows(values: Tensor, places: Tensor) -> Tensor:
-    """``out[places[i]] = values[i]``: values [N, ...], places [N] a permutation of 0 .. N-1."""
-    return torch.empty_like(values, memory_format=torch.contiguous_format).index_copy_(0, places.long(), values)
+def place_rows(values: Tensor, indices: Tensor) -> Tensor:
+    """Compute ``out[indices[i]] = values[i]``. values and the result are [N, ...], indices [N] a permutation of 0 .. N-1."""
+    return torch.empty_like(values, memory_format=torch.contiguous_format).index_copy_(0, indices.long(), values)
 
 
 @place_rows.register_fake
-def _(values: Tensor, places: Tensor) -> Tensor:
+def _(values: Tensor, indices: Tensor) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The scatter-adds of a joint graph, whatever op they were written with, in one form."""
+"""One form for the scatter-adds of a joint graph, whichever op they were written with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True)
 class ScatterAdd:
-    """``base[indices] += values``: indices as index_put takes them, one for each leading dim, None for a whole dim.
+    """``base[indices] += factor * values``.
 
-    values broadcast to the shape of ``base[indices]``. keep: a mask as long as the index; where it is false the values are
-    left out. None: nothing is left out. factor: what the values are multiplied with.
+    indices: as index_put takes them, one for each leading dim, or None for a whole dim. values: broadcast to the shape of
+    ``base[indices]``. keep: a mask as long as the index, and values are left out where it is false; None if no value is left
+    out. factor: the number by which the values are multiplied.
     """
 
     node: Node
@@ -41,14 +42,14 @@ class ScatterAdd:
 
     @property
     def indexed(self) -> tuple[Node, ...]:
-        """The indices of the dims from ``dim`` on; empty where a whole dim lies between them, or one is a mask."""
+        """The indices of the dims from ``dim`` on; empty if a whole dim lies between them, or if one of them is a mask."""
         chosen = self.indices[self.dim :]
         masks = (torch.bool, torch.uint8)
         return () if any(i is None or i.meta["val"].dtype in masks for i in chosen) else chosen
 
 
 def match(node: Node) -> ScatterAdd | None:
-    """A scatter-add of floating-point values along whole dims; None for anything else."""
+    """The scatter-add of floating-point values along whole dims that a node computes; None for any other node."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
@@ -84,9 +85,10 @@ def is_zero(node: Any) -> bool:
 
 
 def narrow_source(values: Node) -> tuple[Node, Node | None]:
-    """The half-precision tensor that fp32 ``values`` are a copy of, and a mask of rows that are zeroed on the way.
+    """The half-precision tensor from which fp32 ``values`` were cast, and the mask of the rows that were set to zero.
 
-    ``embedding``'s gradient is widened first, and the rows of its padding index are masked: both are left to the sum.
+    In the gradient of ``embedding``, the values are first cast to fp32 and the rows of the padding index are masked. Here
+    the sum does both. The first result is the fp32 tensor if it was not cast, the second is None if no row was masked.
     """
     masked = None
     if values.target is aten.where.self and _is_scalar_zero(values.args[1]):
@@ -108,7 +110,7 @@ def _sums_onto_base(node: Node) -> bool:
 
 
 def row_mask(mask: Node, indices: Any) -> Node | None:
-    """``mask`` [*index, 1, ...] as a mask of the one index there is; None where it also chooses within a row."""
+    """``mask`` [*index, 1, ...] as a mask of the only index; None if there are more, or if it also selects within a row."""
     (index,) = indices if len(indices) == 1 else (None,)
     if index is None:
         return None
@@ -121,19 +123,19 @@ def row_mask(mask: Node, indices: Any) -> Node | None:
 
 
 def row_index(index: Node, values: Node, dim: int) -> Node | None:
-    """The row indices [N] that ``index`` repeats along all dims of ``values`` but ``dim``."""
+    """The row indices [N] that ``index`` repeats along all dims of ``values`` except ``dim``; None if it does not."""
     expanded = index.meta["val"].shape
     if index.target is not aten.expand.default or not same_sizes(expanded, values.meta["val"].shape):
         return None
     rows = index.args[0]
     shape = rows.meta["val"].shape
-    # ``expand`` aligns on the right: it may have put dims in front, of which ``dim`` must not be one.
+    # ``expand`` aligns dims on the right, so it may have added dims in front. ``dim`` must not be one of them.
     at = dim - (len(expanded) - len(shape))
     if at < 0 or not statically_known_true(shape[at] == expanded[dim]):
         return None
     if not all(statically_known_true(n == 1) for d, n in enumerate(shape) if d != at):
         return None
-    # Through views, not through casts: what comes out is an index.
+    # Views are skipped, but casts are not: the result is used as an index.
     while rows.meta["val"].dim() != 1 and rows.target in SAME_VALUES:
         rows = rows.args[0]
     return rows if rows.meta["val"].dim() == 1 else None

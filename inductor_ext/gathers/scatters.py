@@ -1,16 +1,16 @@
-"""Scatter-adds, on the joint graph: accumulated in fp32 and rounded once, without atomics where provable or faster.
+"""Rewrites the scatter-adds of the joint graph: fp32 sums that are rounded once, without atomics if provable or faster.
 
-The gradient of a gather is a scatter-add, which stock accumulates in the tensor's own dtype. Where an index comes from is
-visible only here (in the backward graph it is a placeholder), so this runs before AOTAutograd partitions the graph.
+The gradient of a gather is a scatter-add, and stock accumulates it in the dtype of the tensor. Only the joint graph shows
+how an index was computed (in the backward graph it is a placeholder), so this pass runs before AOTAutograd partitions it.
 
     scatter into rows 0 .. S-1                     becomes
-    by an index that names every row k times       gather_sum: the k values of each row, read through the inverse, added
+    by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
 
-All but the last but one are bitwise reproducible; ``deterministic`` takes segment_sum wherever a GPU can.
+All but the last but one are bitwise reproducible. With ``deterministic``, segment_sum is used wherever a GPU can run it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ NAME = "scatters"
 aten = torch.ops.aten
 gradfuse = torch.ops.gradfuse
 
-#: Seconds of a sort, seconds an fp32 atomic, bytes a second: measured on an H200 (benchmarks/NOTES.md).
+#: Seconds for a sort, seconds for each fp32 atomic, and bytes per second, measured on an H200 (benchmarks/NOTES.md).
 SORT_SECONDS = 60e-6
 ATOMIC_SECONDS = 1 / 0.6e12
 BANDWIDTH = 3.5e12
 
-#: Rows and places are counted in 32 bits.
+#: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
 
-#: What a rewrite hands back: the sum (in fp32 for half precision), the path and the reason.
+#: What a form of the sum returns: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]
 
 
-def rewrite(build: Builder, own: Options) -> None:
+def rewrite(build: Builder, options: Options) -> None:
     """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
-    rewriter = _Rewriter(build, own.deterministic)
+    rewriter = _Rewriter(build, options.deterministic)
     for node in list(build.graph.nodes):
-        found = match(node) or rewriter.by_places(node)
+        found = match(node) or rewriter.by_elements(node)
         if found is not None:
             rewriter.scatter(found)
         elif node.target in _SAME_OP_IN_FP32 and value_of(node).dtype in HALF:
@@ -64,12 +64,12 @@ def rewrite(build: Builder, own: Options) -> None:
     rewriter.round_in_kernel()
 
 
-#: Element-wise scatters: no row is added as a whole, but fp32 makes them exact.
+#: Element-wise scatters. They do not add whole rows, but in fp32 they are exact.
 _SAME_OP_IN_FP32 = (aten.scatter_add.default, aten.scatter_reduce.two)
 
 
 class _Rewriter:
-    """rounded: nodes that are an fp32 sum rounded to half precision, with that sum."""
+    """Rewrites one graph. ``rounded`` maps each node that is an fp32 sum rounded to half precision to that sum."""
 
     def __init__(self, build: Builder, deterministic: bool) -> None:
         self.graph = build.graph
@@ -79,7 +79,7 @@ class _Rewriter:
         self._sorted: dict[Any, tuple[Node, Node]] = {}
 
     def scatter(self, found: ScatterAdd) -> None:
-        """Replace one scatter-add by the best form of the same sum."""
+        """Replace one scatter-add by the first form of the same sum that applies."""
         with self.build.before(found.node):
             if found.factor != 1:
                 values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
@@ -89,8 +89,8 @@ class _Rewriter:
             if result is not None:
                 self._replace(found.node, *result)
 
-    def by_places(self, node: Node) -> ScatterAdd | None:
-        """An element-wise sum that has to be deterministic on a GPU, as a scatter with an index for each dim."""
+    def by_elements(self, node: Node) -> ScatterAdd | None:
+        """An element-wise sum that must be deterministic on a GPU, as a scatter-add with one index for each dim."""
         if not self.deterministic or not _adds_elements(node):
             return None
         value = value_of(node)
@@ -113,41 +113,43 @@ class _Rewriter:
         return ScatterAdd(node, base, tuple(indices), source)
 
     def same_op_in_fp32(self, node: Node) -> None:
-        """Compute an element-wise scatter of half precision in fp32."""
+        """Compute an element-wise scatter-add of half precision in fp32."""
         if node.target is aten.scatter_reduce.two and node.args[4] not in ("sum", "mean"):
             return
         with self.build.before(node):
             base, dim, index, source, *rest = node.args
             wide = self._wide_base(base), dim, index, self.build.wide(source)
-            self._replace(node, self.build.call(node.target, *wide, *rest, **node.kwargs), "fp32", "rounded once")
+            self._replace(
+                node, self.build.call(node.target, *wide, *rest, **node.kwargs), "fp32", "the result is rounded once"
+            )
 
-    # ------------------------------------------------ the forms, or None where one does not apply
+    # ------------------------------------------------ the forms; each returns None if it does not apply
 
     def _gathered(self, found: ScatterAdd) -> _Found | None:
-        """Every row equally often: gather the values of each row and add them."""
+        """If the index has every row equally often: gather the values of each row and add them."""
         proof = repeated(found.indexed[0]) if len(found.indexed) == 1 and found.keep is None else None
         if proof is None or not proof.covers(value_of(found.base).shape[found.dim]):
             return None
-        places = inverse(self.build, proof.permutation) if proof.permutation is not None else None
+        indices = inverse(self.build, proof.permutation) if proof.permutation is not None else None
         values = self._by_row(found, found.values)
-        if proof.times == 1 and places is not None:
-            total = self.build.wide(self.build.call(aten._unsafe_index.Tensor, values, [places]))
+        if proof.times == 1 and indices is not None:
+            total = self.build.wide(self.build.call(aten._unsafe_index.Tensor, values, [indices]))
         else:
             rows = self.build.size(found.base, found.dim)
-            total = self.build.call(gradfuse.gather_sum.default, values, places, rows, proof.times, proof.strided)
-        why = "the index is a permutation" if proof.times == 1 else f"the index names every row {proof.times} times"
+            total = self.build.call(gradfuse.gather_sum.default, values, indices, rows, proof.times, proof.strided)
+        why = "the index is a permutation" if proof.times == 1 else f"the index has every row {proof.times} times"
         return self._onto(found.base, self._from_rows(found, total)), "gather", why
 
     def _stored(self, found: ScatterAdd) -> _Found | None:
-        """Without duplicates: each place gets one value at most."""
+        """If the indices have no duplicates: store, because each element gets at most one value."""
         if found.keep is not None or not names_once(found.indices):
             return None
         zeros = self._zeros(found.base, value_of(found.values).dtype)
         stored = self.build.call(aten.index_put.default, zeros, list(found.indices), found.values, False)
-        return self._onto(found.base, self.build.wide(stored)), "store", "no place is named twice"
+        return self._onto(found.base, self.build.wide(stored)), "store", "the indices have no duplicates"
 
     def _segmented(self, found: ScatterAdd) -> _Found | None:
-        """On a GPU, where it is faster than atomics or wanted: sort the index, add the values of each row in order."""
+        """On a GPU, if it is faster than atomics or required: sort the index, and add the values of each row in order."""
         if not _has_triton(value_of(found.node).device):
             return None
         values, masked = narrow_source(found.values)
@@ -165,26 +167,27 @@ class _Rewriter:
         wide = torch.promote_types(value_of(values).dtype, torch.float32)
         total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
         total = self._view(total, [*self.build.sizes(found.base, dims), *kept])
-        why = "in a fixed order" if self.deterministic else "sorting is faster than atomics"
+        why = "the values of a row are added in a fixed order" if self.deterministic else "sorting is faster than atomics"
         return self._onto(found.base, self._from_rows(found, total)), "segments", why
 
     def _widened(self, found: ScatterAdd) -> _Found | None:
-        """Half precision: the same scatter in fp32."""
+        """In half precision: compute the same scatter-add in fp32."""
         if value_of(found.node).dtype not in HALF or found.keep is not None:
             return None
         base, values = self._wide_base(found.base), self.build.wide(found.values)
-        return self.build.call(aten.index_put.default, base, list(found.indices), values, True), "fp32", "rounded once"
+        total = self.build.call(aten.index_put.default, base, list(found.indices), values, True)
+        return total, "fp32", "the result is rounded once"
 
     # ------------------------------------------------ sorting
 
     def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
-        """Whether a sort and a segmented sum take less time than fp32 atomics (or must, to be reproducible)."""
+        """Whether to sort: it is faster than fp32 atomics by an estimate, or the sum must be reproducible."""
         base, values, index = value_of(found.base).shape, _values_shape(found), _index_shape(found)
         if any(size_hint(n) in (None, 0) for n in (*base, *values, *index)):
             return False
-        cells, elements, places = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
+        cells, elements, entries = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
         rows = math.prod(size_hint(n) for n in base[found.dim : found.dim + len(found.indexed)])
-        if max(rows, places) > _MOST:
+        if max(rows, entries) > _MOST:
             return False
         if self.deterministic:
             return True
@@ -194,7 +197,7 @@ class _Rewriter:
         return found.dim == 0 and sorting < atomics
 
     def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
-        """The order [N] that sorts the flattened index, and the index [N] in it; shared by all that scatter by it."""
+        """The order [N] that sorts the flattened index, and the sorted index [N]; scatter-adds by one index share both."""
         shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
         known = (found.indexed, str(shape), found.keep, left_out)
         if known not in self._sorted:
@@ -211,7 +214,10 @@ class _Rewriter:
         return self._sorted[known]
 
     def _keys(self, found: ScatterAdd) -> Node:
-        """The row of every value [N], int64, where several dims are indexed counted through all; -2 if out of bounds."""
+        """The row of every value: [N], int64, -2 if the index is out of bounds.
+
+        If several dims are indexed, they count as one flattened dim.
+        """
         call, total, bad = self.build.call, None, None
         for d, index in enumerate(found.indexed, start=found.dim):
             size = self.build.size(found.base, d)
@@ -226,13 +232,13 @@ class _Rewriter:
     # ------------------------------------------------ shapes
 
     def _like_first(self, index: Node, found: ScatterAdd) -> Node:
-        """An index with the shape that all of them broadcast to."""
+        """An index, expanded to the shape to which all indices broadcast."""
         if all(same_shape(index, other) for other in found.indexed):
             return index
         return self.build.call(aten.expand.default, index, self._index_sizes(found))
 
     def _index_sizes(self, found: ScatterAdd) -> list[Any]:
-        """The shape that all indices broadcast to; a symbolic size is a node, of an index that has it."""
+        """The shape to which all indices broadcast. A symbolic size is a node that reads it from an index that has it."""
 
         def size(dim: int, n: Any) -> Any:
             for index in () if isinstance(n, int) else found.indexed:
@@ -245,7 +251,7 @@ class _Rewriter:
         return [size(dim, n) for dim, n in enumerate(shape)]
 
     def _by_row(self, found: ScatterAdd, values: Node) -> Node:
-        """Values [*before, *index, *after] as [N, *before, *after], a row for each element of the index."""
+        """Reshape values [*before, *index, *after] to [N, *before, *after], with one row for each element of the index."""
         shape = _index_shape(found)
         dims = [*range(found.dim), *range(found.dim + len(found.indexed), value_of(found.base).dim())]
         sizes = self.build.sizes(found.base, dims)
@@ -254,13 +260,13 @@ class _Rewriter:
         index_sizes = self._index_sizes(found)
         full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
         values = self.build.call(aten.expand.default, values, full)
-        places = range(found.dim, found.dim + len(shape))
-        others = [d for d in range(len(full)) if d not in places]
-        values = self.build.call(aten.permute.default, values, [*places, *others])
+        index_dims = range(found.dim, found.dim + len(shape))
+        others = [d for d in range(len(full)) if d not in index_dims]
+        values = self.build.call(aten.permute.default, values, [*index_dims, *others])
         return self._view(values, [self.build.product(index_sizes), *sizes])
 
     def _from_rows(self, found: ScatterAdd, total: Node) -> Node:
-        """[*indexed dims, *before, *after] as the base's own order of dims."""
+        """Permute [*indexed dims, *before, *after] to the order of dims of the base."""
         if found.dim == 0:
             return total
         order = [*range(found.dim, found.dim + len(found.indexed)), *range(found.dim)]
@@ -280,7 +286,7 @@ class _Rewriter:
     # ------------------------------------------------ sums
 
     def merge_sums(self) -> None:
-        """A half-precision sum of two rounded sums becomes one in fp32, rounded once."""
+        """Turn each half-precision sum of rounded sums into one sum in fp32 that is rounded once."""
         for node in list(self.graph.nodes):
             if node.target is not aten.add.Tensor or node.kwargs or value_of(node).dtype not in HALF:
                 continue
@@ -294,7 +300,7 @@ class _Rewriter:
                 self._replace(node, self._merged(*wide))
 
     def _merged(self, first: Node, second: Node) -> Node:
-        """The sum of two fp32 tensors; a scatter into zeros goes on top of another of its shape instead."""
+        """The sum of two fp32 tensors. A scatter-add into zeros of the same shape is added to the other directly."""
         for one, other in ((second, first), (first, second)):
             on_zeros = one.target is aten.index_put.default and is_zero(one.args[0]) and one.args[3]
             if same_shape(one, other) and on_zeros and len(one.users) <= 1:
@@ -302,7 +308,7 @@ class _Rewriter:
         return self.build.call(aten.add.Tensor, first, second)
 
     def round_in_kernel(self) -> None:
-        """A segment_sum that is only rounded, perhaps after a change of shape, is stored in half precision at once."""
+        """Let segment_sum store half precision if its result is only rounded, perhaps after a change of shape."""
         for node in self.graph.find_nodes(op="call_function", target=gradfuse.segment_sum.default):
             chain = [node]
             while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in SHAPE_ONLY:
@@ -340,14 +346,14 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _adds_elements(node: Node) -> bool:
-    """Whether a node adds floating-point elements at places of their own along one dim."""
+    """Whether a node adds floating-point elements, each with its own index along one dim."""
     if node.target not in _SAME_OP_IN_FP32 or not value_of(node).is_floating_point():
         return False
     return node.target is aten.scatter_add.default or node.args[4] == "sum"
 
 
 def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
-    """The shape that the indices broadcast to."""
+    """The shape to which the indices broadcast."""
     first, *others = found.indexed
     if all(same_shape(first, other) for other in others):
         return tuple(value_of(first).shape)
@@ -355,13 +361,13 @@ def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
 
 
 def _values_shape(found: ScatterAdd) -> tuple[Any, ...]:
-    """The shape of ``base[indices]``, which the values broadcast to."""
+    """The shape of ``base[indices]``, to which the values broadcast."""
     base = value_of(found.base).shape
     return (*base[: found.dim], *_index_shape(found), *base[found.dim + len(found.indexed) :])
 
 
 def _narrowest(rows: int | None) -> torch.dtype:
-    """The narrowest dtype that holds -2 .. rows: a radix sort takes a pass a byte."""
+    """The narrowest dtype that holds -2 .. rows, because a radix sort takes one pass for each byte."""
     for dtype in (torch.int8, torch.int16):
         if rows is not None and rows <= torch.iinfo(dtype).max:
             return dtype

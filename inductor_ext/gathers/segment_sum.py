@@ -1,6 +1,6 @@
 """Lowering of ``gradfuse::segment_sum`` onto ``segment_sum.py.jinja`` and ``segment_totals.py.jinja``.
 
-On a machine whose Triton kernels cannot run (CPU tensors) the rewrite does not make this op.
+The rewrite does not create this op where Triton kernels cannot run (CPU tensors).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from .row_sums import segment_sum as op
 
 aten = torch.ops.aten
 
-#: Places of the sorted keys that a program owns, and rows whose loads are in flight together (benchmarks/NOTES.md).
+#: CHUNK: how many sorted keys each program handles. UNROLL: how many rows it loads at the same time
+#: (benchmarks/NOTES.md).
 CHUNK = 64
 UNROLL = 4
-#: Columns of a program, of the first pass and the second, and chunks that the second pass adds at a time.
+#: The largest number of columns of a program in the first pass and in the second pass, and the number of chunks that the
+#: second pass adds at a time.
 WIDEST_BLOCK = 1024
 WIDEST_TOTALS = 128
 BLOCK_C = 64
@@ -41,7 +43,7 @@ _totals = make_template("gradfuse_segment_totals", _grid, load("gathers/segment_
 
 
 def _block(width: Any, widest: int) -> int:
-    """The tile's columns: a power of two that holds the row, if it is known to be that narrow."""
+    """The number of columns of a tile: ``widest``, or a smaller power of two if the row is known to fit into it."""
     block = 16
     while block < widest and not known_at_most(width, block):
         block *= 2
@@ -49,7 +51,7 @@ def _block(width: Any, widest: int) -> int:
 
 
 def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> Any:
-    """The replacement of the op; its operands and result are those of ``gathers.row_sums.segment_sum``."""
+    """Lower the op. The operands and the result are those of ``gathers.row_sums.segment_sum``."""
     device, (count, width) = values.get_device(), values.get_size()
     wide = accumulator(values.get_dtype())
     values, order, keys = realize([values, order, keys])
@@ -57,7 +59,11 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
     chunks = sympy.Max(1, CeilDiv(count, CHUNK))
     partial_strides = contiguous_strides([chunks, width])
     tail = empty_strided([chunks, width], partial_strides, dtype=wide, device=device)
-    options = {"CHUNK": CHUNK, "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32", "num_stages": 1}
+    template_options = {
+        "CHUNK": CHUNK,
+        "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32",
+        "num_stages": 1,
+    }
 
     block = _block(width, WIDEST_BLOCK)
     head = run(
@@ -67,7 +73,7 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         [out, tail],
         fixed_layout(device, wide, [chunks, width], partial_strides),
         [chunks, width],
-        **options,
+        **template_options,
         BLOCK_H=block,
         UNROLL=UNROLL,
         num_warps=max(1, min(4, block // 256)),
@@ -79,7 +85,7 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
         [out],
         fixed_layout(device, torch.int32, [chunks], [1]),
         [chunks, width],
-        **options,
+        **template_options,
         BLOCK_H=_block(width, WIDEST_TOTALS),
         BLOCK_C=BLOCK_C,
         num_warps=4,

@@ -1,4 +1,4 @@
-"""Models whose dtypes leave casts in their graphs, as people write them; small."""
+"""Small models, written as people write them, whose dtypes leave casts in their graphs."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ WIDTH = 32
 
 
 class Block(nn.Module):
-    """A transformer block: norm, attention, norm, gated MLP."""
+    """A transformer block of a norm, attention, a second norm and a gated MLP."""
 
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Computed in fp32, returned in the dtype of its input, as Llama's."""
+    """Computes in fp32 and returns the dtype of its input, as the norm of Llama does."""
 
     def __init__(self, width):
         super().__init__()
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class Upcasting(nn.Module):
-    """bf16 with islands of fp32: RMSNorm, attention's softmax, LayerNorm and the cross entropy."""
+    """Computes in bf16, except for RMSNorm, the softmax of attention, LayerNorm and the cross entropy, which are in fp32."""
 
     def __init__(self):
         super().__init__()
@@ -52,14 +52,14 @@ class Upcasting(nn.Module):
 
 
 def cast_after_construction(module):
-    """Every parameter replaced by itself in bf16, as a loader does."""
+    """Replace every parameter by its bf16 version, as a loader does."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return module
 
 
 class MasterWeights(nn.Module):
-    """fp32 weights, cast by hand where they are used; heads split between the cast and the product."""
+    """fp32 weights that are cast by hand where they are used. Heads are permuted between the cast and the product."""
 
     def __init__(self):
         super().__init__()

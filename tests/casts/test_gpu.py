@@ -1,4 +1,4 @@
-"""Weight gradients on a GPU: fp32 from the matmul's own accumulator, without a cast kernel."""
+"""Weight gradients on a GPU: the matmul writes its fp32 accumulator, without a cast kernel."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_the_gradient_of_a_master_weight_is_not_rounded(name, dtype):
 
 
 def test_half_precision_does_not_overflow_on_the_way():
-    """An fp16 weight gradient beyond 65504 is infinite in eager mode, and a number here."""
+    """An fp16 weight gradient above 65504 is infinite in eager mode, and finite here."""
     x, grad = torch.full((4096, 16), 8.0), torch.full((4096, 16), 8.0)
     weight = torch.zeros(1, 16, 16)
     got = step(experts, x.half()[None].cuda(), weight.cuda().requires_grad_(), grad.half()[None].cuda())

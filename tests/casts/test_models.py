@@ -1,4 +1,4 @@
-"""Training models whose dtypes leave casts behind: no round trip survives in any graph, and nothing is less exact."""
+"""Training of models whose dtypes leave casts behind: no graph keeps a round trip, and no gradient is less exact."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def test_no_round_trip_survives(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_saved_in_two_dtypes(name):
-    """A tensor and its widening are not both kept for the backward."""
+    """A tensor and its cast to a wider type are not both saved for the backward."""
     module, wrap, inputs = MODELS[name]()
     with eager_graphs() as graphs:
         gradients(module, torch.compile(wrap(module), backend="gradfuse", fullgraph=True), inputs)
@@ -74,7 +74,7 @@ def test_nothing_is_saved_in_two_dtypes(name):
 
 
 class TestTheExampleOfPytorchXla3718:
-    """A linear layer of weight [66, 44] on an input [22, 44], made bf16 in every way there is."""
+    """A linear layer with a weight [66, 44] and an input [22, 44], cast to bf16 in every possible way."""
 
     def casts(self, module, wrap=lambda m: m, dtype=BF16):
         with eager_graphs() as graphs:
@@ -98,11 +98,11 @@ class TestTheExampleOfPytorchXla3718:
             cast_after_construction(module)
         else:
             module.to(BF16)
-        # Summing a bf16 gradient over rows is done in fp32: the one pair of casts there may be, and only for the bias.
+        # The gradient of the bias sums bf16 rows in fp32, which takes one pair of casts. No other cast is allowed.
         assert len(self.casts(module)) <= (2 if bias else 0)
 
     def test_autocast_leaves_only_its_own(self):
-        """Into bf16: the input and the weight; out of it: the weight's gradient (and the input's, if it had one)."""
+        """The input and the weight are cast to bf16. The weight's gradient (and the input's, if it had one) is cast back."""
         assert len(self.casts(nn.Linear(44, 66, bias=False), autocast, torch.float32)) == 3
 
 
@@ -121,7 +121,7 @@ model = Block()
 if how == "ddp":
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    # DDP refuses bf16_compress_hook by its name where there is no NCCL; what the hook does runs on gloo too.
+    # Without NCCL, DDP refuses bf16_compress_hook by its name. The code of the hook also runs on gloo.
     def compress(group, bucket):
         return default_hooks.bf16_compress_hook(group, bucket)
 

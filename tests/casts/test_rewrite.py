@@ -1,4 +1,4 @@
-"""Casts: round trips gone, bit for bit; lossy ones left; matmuls that write fp32 where a GPU can."""
+"""Casts: exact round trips are removed bit for bit, lossy ones stay, and matmuls write fp32 where a GPU can."""
 
 import inspect
 
@@ -20,13 +20,14 @@ from tests.support.joint_graphs import rewritten, rewritten_graph, text
 def rewrite_casts(graph):
     with joint_graph.building(graph) as build:
         casts.rewrite(build, Options())
+        casts.widen_matmuls(build, Options())
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def round_trips(graph):
-    """Casts of a graph whose operand was itself cast from their dtype to one that holds it, moved since or not."""
+    """Casts of a graph back to the dtype from which their operand was cast to a type that holds it, possibly with moves."""
     found = []
     for node in graph.nodes:
         source = cast_of(node)
@@ -61,7 +62,7 @@ def through_cat(a):
 
 
 def cat_with_a_wide_tensor(a):
-    """One of the parts was never narrow: the cast rounds it, and stays."""
+    """One of the parts was never narrow. The cast rounds it, so the cast stays."""
     return torch.cat([a.float(), torch.full((1, 4), 0.1).exp()]).to(a.dtype) * 2
 
 
@@ -96,7 +97,7 @@ def lossy_in_the_middle(a):
 
 
 def through_the_other_half(a):
-    """Neither fp16 nor bf16 holds the other: both ways round or overflow, and stay."""
+    """Neither fp16 nor bf16 holds the other. Casts in both directions round or overflow, so they stay."""
     other = torch.float16 if a.dtype is torch.bfloat16 else torch.bfloat16
     return a.to(other).t().to(a.dtype) * 2
 
@@ -138,7 +139,7 @@ def complex_numbers(a):
 
 
 def residual_stream(a):
-    """The gradient is widened, added, and narrowed again."""
+    """The gradient is cast to a wider type, added, and cast back."""
     wide = a.float()
     return wide + (wide.to(torch.bfloat16) * 2).float()
 
@@ -185,7 +186,7 @@ CASES = {
     "slices_of_a_cast": (slices_of_a_cast, x(6, 4)),
     "expanded_then_cast": (expanded_then_cast, x(6, 4)),
 }
-#: Cases with a cast that must stay, though it looks like the way back.
+#: Cases with a cast that must stay, although it looks like the end of a round trip.
 LOSSY = {"cat_with_a_wide_tensor", "lossy_in_the_middle", "printed"}
 
 
@@ -198,7 +199,7 @@ def test_graphs(name):
 
 
 def step(function, values):
-    """The last output of a function and its gradient; the upstream gradient is drawn from a fixed seed."""
+    """The last output of a function, and the gradient of its input for an upstream gradient from a fixed seed."""
     leaf = values.clone().requires_grad_()
     out = function(leaf)
     out = out[-1] if isinstance(out, tuple) else out
@@ -218,7 +219,10 @@ def same_bits(some, others):
 @pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(name):
-    """As eager's, emulating its precision casts; as stock's where that itself is not (torch 2.11 drops lossy casts)."""
+    """The bits are those of eager mode, whose precision casts are emulated.
+
+    Where stock itself differs from eager (torch 2.11 drops lossy casts), they are those of stock.
+    """
     function, argument = CASES[name]
     special = argument.detach().clone()
     special.view(-1)[:6] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-39, 3e4]).to(argument.dtype)
@@ -234,7 +238,7 @@ def test_same_bits(name):
 
 
 @pytest.mark.parametrize("function", [returned, returned_view, returned_twice], ids=lambda f: f.__name__)
-def test_what_is_returned_is_a_tensor_of_its_own(function):
+def test_the_result_does_not_share_memory_with_the_input(function):
     argument = torch.randn(6, 4).bfloat16()
     before = argument.clone()
     out = torch.compile(function, backend="gradfuse", fullgraph=True)(argument)
@@ -258,7 +262,7 @@ def test_the_report_counts_the_bytes():
         torch.compile(through_views, backend="gradfuse")(x(6, 4)).sum().backward()
     (decision, *_) = [d for d in report.decisions if d.pass_name == "casts"]
     assert decision.op == "bfloat16 -> float32 -> bfloat16" and decision.path == "removed"
-    assert decision.why == f"{6 * 4 * 5 * 4} bytes not written" and "a.float().view" in decision.where
+    assert decision.why == f"{6 * 4 * 5 * 4} bytes are not written" and "a.float().view" in decision.where
 
 
 @pytest.mark.parametrize("name", ["lossy", "lossy_in_the_middle", "bfloat16_through_float16", "float16_through_bfloat16"])
@@ -293,7 +297,7 @@ MOVES = {
     st.integers(0, 2**16),
 )
 def test_random_chains_keep_every_bit(steps, dtype, seed):
-    """Casts in any order, lossy ones too: the pass alone, run by an interpreter of the graph."""
+    """Casts in any order, including lossy ones. Only the pass runs, and an interpreter executes the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def chain(a):
@@ -310,7 +314,7 @@ def test_random_chains_keep_every_bit(steps, dtype, seed):
 
 
 def out_dtype_nodes(function, *inputs, into_first=False):
-    """The matmuls with fp32 output that a graph on a GPU would get; nothing runs.
+    """The matmuls with fp32 output that a graph on a GPU would contain; no kernel runs.
 
     into_first: the result overwrites the first input, as at the end of an in-place operation.
     """
@@ -357,7 +361,7 @@ def test_matmuls_with_fp32_output(name):
 
 
 def test_gradients_of_a_weight_used_twice_are_added_in_fp32():
-    """Both matmuls write fp32, and the sum, which is the gradient, is the only rounding there is."""
+    """Both matmuls write fp32, and only the sum, which is the gradient, rounds."""
 
     def tied(tangents_1, a, b):
         return cast(tangents_1.t() @ a) + cast(tangents_1.t() @ b)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in plain PyTorch, each in the style of a public code base (the ways of routing, not their code).
+"""Mixture-of-experts layers in plain PyTorch, each in the style of a public code base (its way of routing, not its code).
 
 Every layer takes tokens [S, H], a router weight [E, H] and expert weights up [E, F, H], down [E, H, F], and returns [S, H].
 """
@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot, silu
 
 
 def route(tokens, router, topk):
-    """Router probabilities and experts of every token, [S, topk] each; the weights are normalised over the chosen."""
+    """Router probabilities and experts of every token, [S, topk] each. Those of the chosen experts add up to 1."""
     weight, chosen = (tokens @ router.T).softmax(-1).topk(topk, -1)
     return weight / weight.sum(-1, keepdim=True), chosen
 
@@ -18,24 +18,27 @@ def expert(rows, up, down):
 
 
 def by_expert(rows, experts, up, down):
-    """Every expert on all rows, kept where it is the row's own: the sizes of groups stay out of the graph."""
+    """Apply every expert to all rows, and keep the result of the expert of each row.
+
+    In this way the sizes of the groups stay out of the graph.
+    """
     outputs = torch.stack([expert(rows, u, d) for u, d in zip(up, down, strict=True)], 1)
-    own = one_hot(experts, len(up)).to(rows.dtype)
-    return (outputs * own.unsqueeze(-1)).sum(1)
+    mask = one_hot(experts, len(up)).to(rows.dtype)
+    return (outputs * mask.unsqueeze(-1)).sum(1)
 
 
 def sorted_and_scattered(tokens, router, up, down, topk=2):
-    """Sort, gather by ``order // topk``, experts, scatter_add with an expanded index (torchtitan, torchtune)."""
+    """Sort, gather by ``order // topk``, apply experts, scatter_add with an expanded index (torchtitan, torchtune)."""
     weight, chosen = route(tokens, router, topk)
     order = chosen.view(-1).argsort(stable=True)
-    places = (order // topk).reshape(-1, 1).expand(-1, tokens.shape[1])
-    rows = torch.gather(tokens, 0, places)
+    index = (order // topk).reshape(-1, 1).expand(-1, tokens.shape[1])
+    rows = torch.gather(tokens, 0, index)
     outputs = by_expert(rows, chosen.view(-1)[order], up, down) * weight.view(-1)[order].unsqueeze(1)
-    return torch.zeros_like(tokens).scatter_add(0, places, outputs)
+    return torch.zeros_like(tokens).scatter_add(0, index, outputs)
 
 
 def permuted_and_restored(tokens, router, up, down, topk=2):
-    """Index by ``order // topk``, experts, back by index_copy_ and a weighted sum over the choices (unsloth)."""
+    """Index by ``order // topk``, apply experts, restore by index_copy_ and a weighted sum over the choices (unsloth)."""
     weight, chosen = route(tokens, router, topk)
     order = chosen.view(-1).argsort(stable=True)
     outputs = by_expert(tokens[order // topk], chosen.view(-1)[order], up, down)
@@ -44,7 +47,7 @@ def permuted_and_restored(tokens, router, up, down, topk=2):
 
 
 def repeated_and_inverted(tokens, router, up, down, topk=2):
-    """Repeat every token, permute, experts, undo by the inverse permutation, index_add (transformers 4.57)."""
+    """Repeat every token, permute, apply experts, undo by the inverse permutation, index_add (transformers 4.57)."""
     weight, chosen = route(tokens, router, topk)
     source = torch.arange(len(tokens), device=tokens.device).unsqueeze(1).expand(-1, topk).reshape(-1)
     order = chosen.view(-1).argsort()
@@ -54,7 +57,7 @@ def repeated_and_inverted(tokens, router, up, down, topk=2):
 
 
 def masked_rows(tokens, router, up, down, topk=2):
-    """A dense routing map, its true entries sorted first, index_select and scatter_add (Megatron's unfused path)."""
+    """Sort the true entries of a dense routing map to the front, index_select, scatter_add (Megatron's unfused path)."""
     weight, chosen = route(tokens, router, topk)
     probabilities = torch.zeros(len(tokens), len(up), dtype=tokens.dtype, device=tokens.device).scatter(1, chosen, weight)
     routed = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)
@@ -66,7 +69,7 @@ def masked_rows(tokens, router, up, down, topk=2):
 
 
 def with_capacity(tokens, router, up, down, topk=2):
-    """Each expert takes its first ``capacity`` tokens in order of arrival, the others are dropped."""
+    """Each expert takes its first ``capacity`` tokens in order of arrival; the other tokens are dropped."""
     weight, chosen = route(tokens, router, topk)
     capacity = len(tokens) * topk // len(up)
     experts = chosen.T.reshape(-1)
@@ -82,7 +85,7 @@ def with_capacity(tokens, router, up, down, topk=2):
 
 
 def chosen_by_experts(tokens, router, up, down, topk=2):
-    """Expert choice: each expert takes the tokens that suit it best."""
+    """Expert choice: each expert takes the tokens with the highest router probabilities."""
     capacity = len(tokens) * topk // len(up)
     weight, taken = (tokens @ router.T).softmax(-1).T.topk(capacity, -1)
     rows = tokens[taken.reshape(-1)].view(len(up), capacity, -1)
@@ -91,9 +94,9 @@ def chosen_by_experts(tokens, router, up, down, topk=2):
 
 
 def grouped(tokens, router, up, down, topk=2):
-    """Sort, gather, one grouped matmul for all experts, weights, index_add (torchtitan, transformers 5).
+    """Sort, gather, one grouped matmul for all experts, multiply by weights, index_add (torchtitan, transformers 5).
 
-    Not among LAYERS: bf16 on a GPU only.
+    It is not in LAYERS, because it runs only in bf16 on a GPU.
     """
     weight, chosen = route(tokens, router, topk)
     experts, order = chosen.view(-1).sort(stable=True)
@@ -104,7 +107,7 @@ def grouped(tokens, router, up, down, topk=2):
 
 
 def looped_over_experts(tokens, router, up, down, topk=2):
-    """A loop over experts with nonzero rows and index_add_ (Mixtral); its sizes depend on data."""
+    """Loop over experts with nonzero rows and index_add_ (Mixtral). The sizes depend on data."""
     weight, chosen = route(tokens, router, topk)
     out = torch.zeros_like(tokens)
     for e in range(len(up)):

@@ -1,4 +1,4 @@
-"""Gathers by ``permutation // k`` turned into stores: the same values, and only where every row is read several times."""
+"""Gathers by ``permutation // k`` that become stores: the values stay the same, and only repeated reads are rewritten."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TOKENS, TOPK, WIDTH = 40, 4, 24
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
-    """As if nothing fitted into the cache."""
+    """Pretend that no tensor fits into the cache."""
     monkeypatch.setattr(gathers, "cache_bytes", lambda device: 0)
 
 
@@ -22,12 +22,12 @@ def routing():
 
 
 def permute(x, y, weight, chosen):
-    """Stored: x[order] itself, which feeds a matmul."""
+    """``x[order]`` itself is stored, because a matmul uses it."""
     return x[chosen.argsort(stable=True) // TOPK] @ y[:WIDTH]
 
 
 def combine(x, y, weight, chosen):
-    """Stored, backward: the gradients of y and of the weights."""
+    """The backward stores the gradients of y and of the weights."""
     order = chosen.argsort(stable=True) // TOPK
     return torch.zeros_like(x).index_add(0, order, y * weight[:, None])
 
@@ -39,28 +39,28 @@ def weighted_in_float32(x, y, weight, chosen):
 
 
 def gated_rows(x, y, weight, chosen):
-    """The backward uses what is computed on the way, element by element: left alone."""
+    """The backward uses intermediate values element by element, so the gather is not rewritten."""
     rows = torch.gather(x, 0, (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH))
     return torch.where(y > 0, rows.sigmoid() * weight[:, None] * 2, y) @ y[:WIDTH]
 
 
 def masked_rows(x, y, weight, chosen):
-    """An element-wise chain on the gather, with a mask, a scalar and rows of its own."""
+    """An element-wise chain on the gather, with a mask, a scalar and rows of another tensor."""
     rows = x[chosen.argsort(stable=True) // TOPK]
     return torch.where(y.detach() > 0, (rows * 2).neg(), y.detach().exp()) @ y[:WIDTH]
 
 
 def summed_over_rows(x, y, weight, chosen):
-    """Would be fused into the sum over all rows: left alone."""
+    """The gather would be fused into the sum over all rows, so it is not rewritten."""
     return x[chosen.argsort(stable=True) // TOPK].square().sum(0)
 
 
 def by_permutation(x, y, weight, chosen):
-    """Every row once: nothing to gain."""
+    """Every row is read once, so there is nothing to gain."""
     return y[chosen.argsort(stable=True)] @ y[:WIDTH]
 
 
-TURNED = {
+REORDERED = {
     permute: 1,
     combine: 1,
     weighted_in_float32: 1,
@@ -84,7 +84,7 @@ def step(function, inputs, chosen, seed):
 
 @pytest.mark.breadth(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", TURNED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", REORDERED, ids=lambda f: f.__name__)
 def test_same_values(function, dtype):
     inputs, chosen = operands(dtype), routing()
     compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
@@ -92,7 +92,7 @@ def test_same_values(function, dtype):
         got = step(compiled, inputs, chosen, 1)
     want = step(function, [x.detach().double().requires_grad_() for x in inputs], chosen, 1)
     eager = step(function, inputs, chosen, 1)
-    assert len([d for d in report.decisions if d.pass_name == "gathers"]) == TURNED[function], report
+    assert len([d for d in report.decisions if d.pass_name == "gathers"]) == REORDERED[function], report
     for g, e, w in zip(got, eager, want, strict=True):
         if w is None:
             assert g is None
@@ -100,7 +100,7 @@ def test_same_values(function, dtype):
             assert relative_error(g, w) <= 1.2 * relative_error(e, w) + 1e-6
 
 
-def test_one_that_fits_into_the_cache_is_left_alone(monkeypatch):
+def test_a_tensor_that_fits_into_the_cache_is_left_alone(monkeypatch):
     monkeypatch.setattr(gathers, "cache_bytes", lambda device: TOKENS * WIDTH * 4)
     inputs, chosen = operands(torch.float32), routing()
     with without_caches(), collect() as report:

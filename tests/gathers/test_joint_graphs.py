@@ -1,4 +1,4 @@
-"""The joint graph after the rewrites of scatters and gathers, word for word: a reviewer reads the diff."""
+"""Snapshots of the joint graph after the rewrites of scatters and gathers, so that a reviewer can read the diff."""
 
 import pytest
 import torch

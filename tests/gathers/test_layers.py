@@ -1,4 +1,4 @@
-"""Whole MoE layers under gradfuse: against float64, against stock's error, and with no more graph breaks than stock."""
+"""Whole MoE layers under gradfuse: compared with float64 and with eager's error, and no more graph breaks than stock."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_matches_float64(layer):
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_half_precision_is_no_worse_than_eager(layer):
-    """Root mean squares over draws: one draw's error is that of its few largest numbers. The routing is far from a tie."""
+    """Root mean squares over draws: the error of one draw is that of its few largest numbers. No routing is near a tie."""
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="gradfuse")
     errors = []
@@ -66,7 +66,7 @@ def test_half_precision_is_no_worse_than_eager(layer):
 @pytest.mark.breadth(3)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_breaks_no_more_graphs_than_stock(layer):
-    """Dynamo breaks graphs before any backend sees them: stock's number is that of every backend."""
+    """Dynamo breaks graphs before any backend sees them, so every backend has as many breaks as stock."""
     counts = {}
     for backend in ("eager", "gradfuse"):
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Whole MoE layers on a GPU in bf16: no worse than eager against float64, and bitwise reproducible where that is asked."""
+"""Whole MoE layers on a GPU in bf16: no worse than eager against float64, and bitwise reproducible if ``deterministic``."""
 
 import pytest
 import torch

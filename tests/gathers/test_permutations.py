@@ -1,4 +1,4 @@
-"""Proofs about index tensors: what is recognised, what must not be, and no false proof of random index arithmetic."""
+"""Proofs about index tensors: those that must be found, those that must not, and no false proof of random arithmetic."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ N, K = 12, 3
 
 
 def traced(function, *inputs):
-    """The node that a function of index tensors returns, as it stands in AOTAutograd's functional graphs."""
+    """The node that a function of index tensors returns, as in the functional graphs of AOTAutograd."""
     graph = make_fx(functionalize(function, remove="mutations"), tracing_mode="fake")(*inputs).graph
     return graph.find_nodes(op="output")[0].args[0]
 
@@ -135,7 +135,7 @@ STEPS = {
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), st.integers(0, 2**16))
 def test_no_false_proof(steps, seed):
-    """Whatever is claimed of a chain of steps holds for its values."""
+    """Every proof about a chain of steps holds for its values."""
 
     def chain(x):
         for step in steps:
@@ -153,8 +153,8 @@ def test_no_false_proof(steps, seed):
         rows = values.numel() // proof.times
         assert torch.equal(values.bincount(), torch.full((rows,), proof.times))
         if proof.permutation is None:
-            places = torch.arange(values.numel())
-            assert torch.equal(values, places % rows if proof.strided else places // proof.times)
+            indices = torch.arange(values.numel())
+            assert torch.equal(values, indices % rows if proof.strided else indices // proof.times)
 
 
 def columns(mask):

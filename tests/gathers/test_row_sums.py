@@ -1,4 +1,4 @@
-"""The lowerings of gather_sum and segment_sum: the emitted kernels against the ops' eager references and float64."""
+"""The lowerings of gather_sum and segment_sum: emitted kernels compared with the ops' eager references and float64."""
 
 import contextlib
 
@@ -14,13 +14,13 @@ from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
 def compiled(function, device):
-    """The function compiled for a GPU, or for Triton's interpreter, and the device its tensors go to."""
+    """The function compiled for a GPU or for Triton's interpreter, and the scope in which to run it."""
     torch._dynamo.reset()
     run = torch.compile(function, backend="gradfuse", fullgraph=True, dynamic=False)
     return run, contextlib.nullcontext() if device == "cuda" else triton_on_cpu()
 
 
-def place(device):
+def torch_device(device):
     return "cuda" if device == "cuda" else "cpu"
 
 
@@ -30,7 +30,7 @@ def sorted_rows(ids, dtype=torch.int64):
 
 
 def draws():
-    """Rows to add into, and indices: uniform, one hot row, every row once, long runs, rows left out, one element."""
+    """Names, numbers of rows, and indices: uniform, one hot row, every row once, long runs, rows left out, one element."""
     chunk, generator = segments.CHUNK, torch.Generator().manual_seed(0)
 
     def uniform(rows, count):
@@ -60,7 +60,7 @@ def test_segment_sum(name, rows, ids, device):
         0, ids.clamp(min=0), torch.where((ids >= 0)[:, None], values, 0).double()
     )
     run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, rows, torch.float32), device)
-    where = place(device)
+    where = torch_device(device)
     with scope:
         got = run(values.to(where), order.to(where), keys.to(where)).cpu()
     assert relative_error(got, exact) < 1e-5
@@ -75,7 +75,7 @@ def test_segment_sum_dtypes_and_widths(dtype, width, device):
     order, keys = sorted_rows(ids, torch.int8)
     run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, 17, dtype), device)
     with scope:
-        got = run(values.to(place(device)), order.to(place(device)), keys.to(place(device))).cpu()
+        got = run(values.to(torch_device(device)), order.to(torch_device(device)), keys.to(torch_device(device))).cpu()
     assert got.dtype == dtype
     exact = torch.zeros(17, width, dtype=torch.float64).index_add_(0, ids, values.double())
     once = torch.zeros(17, width, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
@@ -85,13 +85,13 @@ def test_segment_sum_dtypes_and_widths(dtype, width, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_segment_sum_of_strided_values(device):
-    """A transposed and an expanded tensor, as gradients often are."""
+    """Transposed, expanded and strided tensors, as gradients often are."""
     ids = torch.randint(0, 6, (70,))
-    order, keys = (x.to(place(device)) for x in sorted_rows(ids))
+    order, keys = (x.to(torch_device(device)) for x in sorted_rows(ids))
     for values in (torch.randn(24, 70).T, torch.randn(1, 24).expand(70, 24), torch.randn(70, 48)[:, ::2]):
         run, scope = compiled(lambda v: segment_sum(v * 1, order, keys, 6, torch.float32), device)
         with scope:
-            got = run(values.to(place(device))).cpu()
+            got = run(values.to(torch_device(device))).cpu()
         exact = torch.zeros(6, 24, dtype=torch.float64).index_add_(0, ids, values.double())
         assert relative_error(got, exact) < 1e-5
 
@@ -102,27 +102,27 @@ def test_segment_sum_of_strided_values(device):
 @pytest.mark.parametrize("times", [1, 3, 8, 40])
 def test_gather_sum(times, strided, device):
     count = 11 * times
-    values, places = torch.randn(count, 5, 4), torch.randperm(count)
-    for chosen in (places, None):
+    values, indices = torch.randn(count, 5, 4), torch.randperm(count)
+    for chosen in (indices, None):
         want = gather_sum(values.double(), chosen, 11, times, strided)
         operands = [values] if chosen is None else [values, chosen]
         run, scope = compiled(lambda v, p=None: gather_sum(v * 2, p, 11, times, strided) / 2, device)
         with contextlib.nullcontext() if device == "cpu" else scope:
-            got = run(*(x.to(place(device)) for x in operands)).cpu()
+            got = run(*(x.to(torch_device(device)) for x in operands)).cpu()
         assert relative_error(got, want) < 1e-6
 
 
 def test_gather_sum_is_one_kernel():
-    """The weights are multiplied, eight rows added and the sum rounded without a buffer between."""
+    """One kernel multiplies the weights, adds eight rows and rounds the sum, without a buffer in between."""
     from torch._inductor.utils import run_and_get_code
 
-    values, weight, places = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16(), torch.randperm(64)
+    values, weight, indices = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16(), torch.randperm(64)
     torch._dynamo.reset()
     run = torch.compile(lambda v, w, p: gather_sum(v * w[:, None], p, 8, 8, False).bfloat16(), backend="gradfuse")
     with triton_on_cpu():
-        got, (code,) = run_and_get_code(run, values, weight, places)
+        got, (code,) = run_and_get_code(run, values, weight, indices)
     assert len(kernels_of(code)) == 1
-    assert relative_error(got, gather_sum((values * weight[:, None]).double(), places, 8, 8, False)) < 4e-3
+    assert relative_error(got, gather_sum((values * weight[:, None]).double(), indices, 8, 8, False)) < 4e-3
 
 
 @INTERPRETED

@@ -1,4 +1,4 @@
-"""Gradients of gathers, and scatter-adds, in half precision: as exact as fp32 sums rounded once, on every path."""
+"""Gradients of gathers, and scatter-adds, in half precision: on every path as exact as fp32 sums that are rounded once."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ TOKENS, TOPK, WIDTH = 48, 4, 24
 
 
 def routing(seed=0):
-    """A flat argsort of the chosen experts, as routers make it."""
+    """The chosen expert of every (token, choice), flattened."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(0, 6, (TOKENS, TOPK), generator=generator)
     return chosen.view(-1)
@@ -33,8 +33,8 @@ def permute_by_index_select(x, chosen):
 
 
 def permute_by_gather(x, chosen):
-    places = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
-    return torch.gather(x, 0, places)
+    index = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    return torch.gather(x, 0, index)
 
 
 def permutation(x, chosen):
@@ -53,7 +53,7 @@ def double_argsort(x, chosen):
 
 
 def descending_argsort_of_a_permutation(x, chosen):
-    """Not the inverse of what it sorts, unlike the ascending one."""
+    """Unlike the ascending argsort, it is not the inverse of the permutation that it sorts."""
     return x.repeat_interleave(TOPK, 0)[chosen.argsort(stable=True).argsort(descending=True)]
 
 
@@ -73,8 +73,8 @@ def combine(x, chosen):
 
 
 def combine_by_scatter_add(x, chosen):
-    places = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
-    return torch.zeros_like(x).scatter_add(0, places, x.repeat_interleave(TOPK, 0))
+    index = (chosen.argsort(stable=True) // TOPK).reshape(-1, 1).expand(-1, WIDTH)
+    return torch.zeros_like(x).scatter_add(0, index, x.repeat_interleave(TOPK, 0))
 
 
 def repeated_tokens(x, chosen):
@@ -97,7 +97,7 @@ def columns_by_permutation(x, chosen):
     return x.index_select(1, chosen[:WIDTH].argsort(stable=True))
 
 
-def true_places(x, chosen):
+def true_elements(x, chosen):
     mask = (chosen.view(TOKENS, TOPK) > 2).repeat(1, WIDTH // TOPK)
     return torch.where(mask, x, 0) * x.view(-1)[torch.arange(TOKENS * WIDTH, device=x.device).flip(0)].view_as(x)
 
@@ -117,7 +117,7 @@ def two_uses(x, chosen):
 
 
 def plus_a_row(x, chosen):
-    """The other term is broadcast: the scatter cannot go on top of it."""
+    """The other term is broadcast, so the scatter-add cannot add to it directly."""
     return torch.zeros_like(x).index_add(0, chosen, x.repeat_interleave(TOPK, 0)) + x[0].detach()
 
 
@@ -150,13 +150,13 @@ def gather_of_elements(x, chosen):
 
 
 def scatter_reduced(x, chosen):
-    places = chosen.reshape(-1, 1).expand(-1, WIDTH)
-    return x.scatter_reduce(0, places, x.repeat_interleave(TOPK, 0) * 0.5, "sum")
+    index = chosen.reshape(-1, 1).expand(-1, WIDTH)
+    return x.scatter_reduce(0, index, x.repeat_interleave(TOPK, 0) * 0.5, "sum")
 
 
 def scatter_mean(x, chosen):
-    places = chosen.reshape(-1, 1).expand(-1, WIDTH)
-    return x.scatter_reduce(0, places, x.repeat_interleave(TOPK, 0) * 0.5, "mean", include_self=False)
+    index = chosen.reshape(-1, 1).expand(-1, WIDTH)
+    return x.scatter_reduce(0, index, x.repeat_interleave(TOPK, 0) * 0.5, "mean", include_self=False)
 
 
 def embedded(x, chosen):
@@ -169,7 +169,7 @@ def embedded_with_padding(x, chosen):
 
 GATHERS = [permute, permute_by_sort_int32, permute_by_index_select, permute_by_gather]
 GATHERS += [repeated_tokens, repeated_and_permuted, tiled_tokens, remainder_of_a_permutation]
-PLAIN = [permutation, inverse_permutation, double_argsort, columns_by_permutation, true_places]
+PLAIN = [permutation, inverse_permutation, double_argsort, columns_by_permutation, true_elements]
 PLAIN += [descending_argsort_of_a_permutation, argsort_of_a_column]
 SUMS = [combine, combine_by_scatter_add]
 UNPROVEN = [few_hot_rows, overwritten_order, two_uses, plus_a_row, wrong_row_count, two_indices, negative_indices]
@@ -214,9 +214,10 @@ def test_as_exact_as_fp32_rounded_once(function, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", [*UNPROVEN, scatter_reduced, embedded, embedded_with_padding], ids=lambda f: f.__name__)
 def test_deterministic_without_proof(function, dtype):
-    """The index is sorted and the rows of each segment added in order, in what a GPU would run.
+    """The index is sorted and the rows of each segment are added in order, in the kernels that a GPU would run.
 
-    The bound is the house's 1.2 and not 1.05: the rows are rounded to half precision before they are added, as in eager mode.
+    The bound is 1.2, as in other tests, and not 1.05, because the rows are rounded to half precision before they are added,
+    as in eager mode.
     """
     x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
     weight = torch.randn(function(x, chosen).shape).to(dtype).float()
@@ -230,22 +231,22 @@ def test_deterministic_without_proof(function, dtype):
 
 
 def elements_onto_x(x, chosen):
-    """Every column has places of its own, each named by several rows."""
-    places = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
-    return x.scatter_add(0, places[:-5, :-3], x.detach()) * x
+    """Every column has its own indices, and each index occurs in several rows."""
+    index = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
+    return x.scatter_add(0, index[:-5, :-3], x.detach()) * x
 
 
 def elements_instead_of_x(x, chosen):
-    places = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
-    return x.scatter_reduce(0, places, x * x, "sum", include_self=False)
+    index = (chosen[:TOKENS, None] + torch.arange(WIDTH, device=x.device)) % 6
+    return x.scatter_reduce(0, index, x * x, "sum", include_self=False)
 
 
-def elements_by_a_row_of_places(x, chosen):
-    """``expand`` aligns on the right: every row names the same places."""
+def elements_by_a_row_of_indices(x, chosen):
+    """``expand`` aligns dims on the right, so every row has the same indices."""
     return x.scatter_add(0, (chosen[:WIDTH] % 6).expand(TOKENS, -1), x * x)
 
 
-ELEMENTS = [gather_of_elements, elements_onto_x, elements_instead_of_x, elements_by_a_row_of_places]
+ELEMENTS = [gather_of_elements, elements_onto_x, elements_instead_of_x, elements_by_a_row_of_indices]
 
 
 @pytest.mark.breadth(2)
@@ -253,7 +254,7 @@ ELEMENTS = [gather_of_elements, elements_onto_x, elements_instead_of_x, elements
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", ELEMENTS, ids=lambda f: f.__name__)
 def test_deterministic_element_by_element(function, dtype):
-    """Sums whose places differ from column to column are sorted by place, in the forward and in the backward."""
+    """If the indices differ from column to column, the elements are sorted by index, in the forward and in the backward."""
     x, chosen = torch.randn(TOKENS, WIDTH).to(dtype), routing()
     weight = torch.randn(function(x, chosen).shape).to(dtype).float()
     options = {"deterministic": True}
@@ -268,7 +269,7 @@ def test_deterministic_element_by_element(function, dtype):
 @pytest.mark.breadth(0)
 @INTERPRETED
 def test_indices_of_a_symbolic_length_that_broadcast():
-    """The size of a dim comes from an index that has it, not from one that is expanded along it."""
+    """The size of a dim is read from an index that has this dim, not from an index that is expanded along it."""
 
     def grid(x, rows, columns):
         return x[rows[:, None], columns[None]]
@@ -310,7 +311,7 @@ def test_dynamic_lengths(function):
 
 @INTERPRETED
 def test_dynamic_lengths_in_order():
-    """Sorted segments of an index whose length is a symbol, down to a single element."""
+    """Sorted segments of an index with a symbolic length, down to a single token."""
     with triton_on_cpu():
         compiled = torch.compile(few_hot_rows, backend="gradfuse", dynamic=True, options={"deterministic": True})
         for tokens in (20, 33, 1):

@@ -1,4 +1,4 @@
-"""Scatters and gathers on a GPU: exact, bitwise reproducible where promised, and out of bounds as in eager mode."""
+"""Scatters and gathers on a GPU: exact, bitwise reproducible where promised, and errors out of bounds as in eager mode."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_deterministic_element_by_element(function, dtype):
 
 @pytest.mark.parametrize("rows", [64, 3000])
 def test_large_enough_to_be_sorted(rows):
-    """Long runs over many chunks, and many rows, through the path that is chosen by size."""
+    """Long runs over many chunks, and many rows, on the path that is chosen because of the size."""
     ids = torch.randint(0, rows, (60000,), device="cuda") * (torch.rand(60000, device="cuda") < 0.5)
     table = torch.randn(rows, 1000, device="cuda").bfloat16()
     grad = torch.randn(60000, 1000, device="cuda")
