@@ -1,6 +1,7 @@
-"""The loops of the blocked dense math: over blocks of queries and, inside, over the segments of keys that a mask shows.
+"""The loops of the blocked dense math.
 
-Both are control-flow ops of the graph (``scan`` and ``while_loop``), written to be traced, never run eagerly.
+The outer loop goes over blocks of queries, and the inner loop over those segments of keys that the mask lists. Both loops
+are control-flow ops of the graph (``scan`` and ``while_loop``). They are written to be traced, and never run eagerly.
 """
 
 from __future__ import annotations
@@ -14,38 +15,39 @@ from torch import Tensor
 
 from ..torch_api.higher_order import scan_op, while_loop_op
 
-#: Queries a block, and keys a segment; the scores of one pair are [B, H, QUERY_BLOCK, KEY_SEGMENT] in memory.
+#: A block has QUERY_BLOCK queries and a segment KEY_SEGMENT keys. The scores of one block and one segment take
+#: [B, H, QUERY_BLOCK, KEY_SEGMENT] in memory.
 QUERY_BLOCK = 256
 KEY_SEGMENT = 512
 
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """The queries cut into blocks; the last is padded, its extra rows are marked invalid."""
+    """The queries, cut into blocks. The last block is padded, and its extra rows are marked as invalid."""
 
     length: Any
     device: torch.device
 
     @property
     def size(self) -> int:
-        """Rows a block."""
+        """The number of rows in a block."""
         one = isinstance(self.length, int) and self.length <= QUERY_BLOCK
         return self.length if one else QUERY_BLOCK
 
     @property
     def count(self) -> Any:
-        """How many blocks there are."""
+        """The number of blocks."""
         return (self.length + self.size - 1) // self.size
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, H, Q, ...] to [blocks, B, H, size, ...]."""
+        """Cut ``x`` [B, H, Q, ...] into blocks: [blocks, B, H, size, ...]."""
         missing = self.count * self.size - self.length
         padded = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 3) + [0, missing])
         cut = padded.reshape(x.shape[0], x.shape[1], self.count, self.size, *x.shape[3:])
         return cut.movedim(2, 0).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
-        """[blocks, B, H, size, ...] to [B, H, Q, ...]."""
+        """Join the blocks ``x`` [blocks, B, H, size, ...] to [B, H, Q, ...]."""
         whole = x.movedim(0, 2)
         return whole.reshape(*whole.shape[:2], self.count * self.size, *whole.shape[4:])[:, :, : self.length]
 
@@ -53,11 +55,11 @@ class QueryBlocks:
         return torch.arange(self.count * self.size, device=self.device, dtype=torch.int32).reshape(self.count, self.size)
 
     def positions(self) -> Tensor:
-        """Query index of each row, [blocks, size], kept inside the queries."""
+        """The query index of each row, int32 [blocks, size]. The rows of the padding get the index of the last query."""
         return torch.clamp(self._all(), max=self.length - 1)
 
     def valid(self) -> Tensor:
-        """Whether each row is a real one."""
+        """Whether each row is a query and not padding, bool [blocks, size]."""
         return self._all() < self.length
 
 
@@ -67,12 +69,13 @@ def scan(
     xs: list[Tensor],
     others: list[Any],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run ``block(carry, xs of one block, others)`` over dim 0 of ``xs``.
+    """Run ``block(carry, xs of one block, others)`` over dim 0 of ``xs``. Returns the last carry, and the stacked results.
 
-    A single block takes the loop too: in its body the index vectors are inputs and not known ranges, and Inductor's C++
-    backend cannot vectorise an accumulating ``index_put`` whose index it has simplified to a loop variable.
+    A single block is also run as a loop. In the body of the loop the index vectors are inputs and not known ranges, and this
+    is needed: Inductor's C++ backend cannot vectorise an accumulating ``index_put`` if it has simplified the index to a loop
+    variable.
     """
-    # The op wants at least one carried tensor.
+    # The op requires at least one carried tensor.
     count = max(len(init), 1)
     start = init or [torch.zeros((), device=xs[0].device)]
 
@@ -86,17 +89,20 @@ def scan(
 
 
 def _symbolic_sizes(operands: Sequence[Any]) -> list[torch.SymInt]:
-    """Symbolic sizes must be operands of a loop: that is where Inductor looks them up when it allocates its results."""
+    """The symbolic sizes in the shapes of ``operands``, each once.
+
+    They must be operands of a loop, because Inductor looks them up there when it allocates the results of the loop.
+    """
     shapes = [n for x in operands if isinstance(x, Tensor) for n in x.shape]
     return list({str(n): n for n in shapes if isinstance(n, torch.SymInt)}.values())
 
 
 @dataclass(frozen=True)
 class KeySegments:
-    """The keys cut into segments, so that a block of queries visits only those that its block mask lists.
+    """The keys, cut into segments, so that a block of queries visits only the segments that its block mask lists.
 
-    Without a block mask (one sparse block that covers all keys), with few keys or with a symbolic number of them, there is
-    one segment that holds all keys, and no loop.
+    There is one segment that holds all keys, and no loop, in three cases: without a block mask (one sparse block covers all
+    keys), with few keys, and with a symbolic number of keys.
     """
 
     length: Any
@@ -106,7 +112,7 @@ class KeySegments:
 
     @property
     def size(self) -> Any:
-        """Keys a segment."""
+        """The number of keys in a segment."""
         whole = not isinstance(self.length, int) or not isinstance(self.key_block, int)
         return self.length if whole or self.key_block >= self.length else min(self.length, KEY_SEGMENT)
 
@@ -116,9 +122,10 @@ class KeySegments:
         return isinstance(self.size, int) and self.size < self.length
 
     def visits(self, tables: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
-        """For each block of queries (``positions`` [blocks, size]) the segments to visit, [blocks, segments], and how many.
+        """The segments that each block of queries visits, [blocks, segments], and how many it visits, [blocks].
 
-        ``tables`` [B, H, query blocks, key blocks] say which sparse blocks the mask lists. Empty where nothing loops.
+        positions: the query index of each row, [blocks, size]. tables: [B, H, query blocks, key blocks], which say which
+        sparse blocks the mask lists. The result is empty where there is no loop.
         """
         if not self.looped:
             return []
@@ -139,10 +146,11 @@ class KeySegments:
         positions: Tensor,
         others: Sequence[Any],
     ) -> list[Tensor]:
-        """``state = step(state, keyed rows of a segment, key positions, which are real, others)`` for each visited segment.
+        """The last state of ``state = step(state, keyed, positions, real, others)``, run for each visited segment.
 
-        ``keyed`` are tensors [B, H, K, D], cut along dim 2; ``positions`` [K] counts the keys (an operand, so that no
-        loop takes it for a range it may split).
+        keyed: tensors [B, H, K, D]; ``step`` gets the rows of the segment along dim 2. positions: the key index of each key,
+        int32 [K]. It is an operand, because a loop could otherwise take it for a range that it may split. ``real`` says
+        which keys of the segment exist; it is None if there is no loop.
         """
         if not self.looped:
             return step(state, list(keyed), positions, None, list(others))
@@ -165,10 +173,13 @@ class KeySegments:
         return list(while_loop_op(more, body, start, (*operands, *_symbolic_sizes([*state_, *operands]))))[1:]
 
     def add(self, whole: Tensor, part: Tensor, positions: Tensor) -> Tensor:
-        """``whole`` [B, H, K, D] plus ``part`` of the segment at ``positions``; rows that are not real must be zero."""
+        """``whole`` [B, H, K, D] plus ``part``, the rows of the segment at ``positions``.
+
+        The rows of ``part`` that are not real must be zero.
+        """
         if not self.looped:
             return whole + part
-        place = torch.arange(self.length, device=self.device) - positions[0]
-        inside = (place >= 0) & (place < self.size)
-        rows = part.index_select(2, place.clamp(0, self.size - 1))
+        offset = torch.arange(self.length, device=self.device) - positions[0]
+        inside = (offset >= 0) & (offset < self.size)
+        rows = part.index_select(2, offset.clamp(0, self.size - 1))
         return whole + torch.where(inside[:, None], rows, 0.0)

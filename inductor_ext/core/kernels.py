@@ -1,21 +1,22 @@
-"""What every kernel with matmuls needs to know: dtypes, the largest tile, the precision of single-precision products."""
+"""What all kernels with matmuls have in common: their dtypes, the largest tile, and the precision of fp32 products."""
 
 from __future__ import annotations
 
 import torch
 
-#: The most rows or columns of a tile. Tile lengths divide this, so a length that it divides needs no bounds check.
+#: A tile has at most this many rows or columns. Every tile length divides this number, so a tensor whose length is a
+#: multiple of it needs no bounds check.
 LARGEST_TILE = 128
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def next_power_of_two(n: int) -> int:
-    """The least power of two that is not under ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def float32_precision() -> str:
-    """The precision of fp32 matmuls that torch is set to, as a template's constant."""
+    """The precision that torch uses for fp32 matmuls, as a constant of a template: ``'ieee'`` or ``'tf32'``, in quotes."""
     precision = torch.backends.cuda.matmul.fp32_precision
     exact = precision in ("ieee", "none") if precision != "none" else torch.get_float32_matmul_precision() == "highest"
     return "'ieee'" if exact or torch.version.hip else "'tf32'"

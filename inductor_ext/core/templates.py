@@ -1,4 +1,7 @@
-"""Where the Jinja templates lie (package data when installed, the top-level directory in a checkout), and how one is run."""
+"""Load and run the Jinja templates.
+
+They are package data in an installed package, and a top-level directory in a checkout.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,25 @@ from ..torch_api.template import autotune
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = _PACKAGE / "templates"
 
-#: Directory of the ``*.py.jinja`` files, one folder a feature.
+#: The directory of the ``*.py.jinja`` files, with one folder per feature.
 TEMPLATE_DIR: Path = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "templates"
 
 
 def load(name: str, *macros: str) -> str:
-    """The source of ``templates/<name>.py.jinja`` (name: "feature/kernel"), the files of macros that it uses in front.
+    """The source of ``templates/<name>.py.jinja``, with the files of macros that it uses in front of it.
 
-    Macros are a file ("feature/file") or every file of a folder ("feature/folder/*").
+    name: "feature/kernel". macros: each is a file ("feature/file"), or every file of a folder ("feature/folder/*").
     """
     files = [path for m in macros for path in sorted(TEMPLATE_DIR.glob(f"{m}.jinja"))]
     return "".join(path.read_text() for path in [*files, TEMPLATE_DIR / f"{name}.py.jinja"])
 
 
 class Listed(tuple):
-    """Objects that a template goes through with ``for``.
+    """A tuple of objects that a template iterates over with ``for``.
 
-    Inductor writes every option of a template as a constant at the head of the kernel, where this one shows how many there
-    are. It also writes the ``repr`` of options into the kernel's metadata and into cache keys, as Python source: that of
-    this one is a string which tells all of its objects.
+    Inductor writes every option of a template as a constant at the head of the kernel; ``str`` of this tuple, the number of
+    its objects, is what it writes there. Inductor also writes the ``repr`` of options into the kernel's metadata and into
+    cache keys, as Python source; ``repr`` of this tuple is a string literal that contains all of its objects.
     """
 
     def __str__(self) -> str:
@@ -39,9 +42,9 @@ class Listed(tuple):
         return repr(super().__repr__())
 
 
-def bits(places: Iterable[int]) -> int:
-    """Places as an option of a template: a bit each."""
-    return sum(1 << place for place in places)
+def bits(indices: Iterable[int]) -> int:
+    """A set of indices as one option of a template: bit i is set for index i."""
+    return sum(1 << index for index in indices)
 
 
 def run(
@@ -52,11 +55,13 @@ def run(
     layout: Any,
     call_sizes: Sequence[Any],
     subgraphs: Sequence[Any] = (),
-    **options: Any,
+    **template_options: Any,
 ) -> Any:
-    """The output of a template: the fastest of ``configs`` beside the ``options`` that all share.
+    """The output of a template, run with the fastest of ``configs``. All configs share the ``template_options``.
 
-    subgraphs: what the template inlines, of its own tiles alone.
+    inputs: the operands, as Inductor's IR, which include ``mutated``, the tensors that the kernel writes besides its output.
+    layout: that of the output. call_sizes: the sizes that the grid function takes. subgraphs: the subgraphs that the
+    template inlines; they compute on tiles of the template only.
     """
     choices: list[Any] = []
     for config in configs:
@@ -67,7 +72,7 @@ def run(
             subgraphs=list(subgraphs),
             mutated_inputs=mutated,
             call_sizes=call_sizes,
-            **options,
+            **template_options,
             **config,
         )
     return autotune(template.name, choices, inputs, layout, {}, [], mutated)

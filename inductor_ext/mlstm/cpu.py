@@ -25,7 +25,7 @@ from .tiles_op import normalised_rows, tile_gradients, weights_of, wide
 NAME = "mlstm"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, the two ops of every mLSTM on CPU tensors."""
     if uses_triton_on_cpu():
         return
@@ -113,7 +113,7 @@ def backward(
     log_weight: Tensor,
     log_row: Tensor,
     term: Tensor,
-    place: Tensor,
+    max_index: Tensor,
     through_max: Tensor,
     scale: float,
     has_max_term: bool,
@@ -127,13 +127,13 @@ def backward(
     ) -> list[Tensor]:
         dq, of_rows, dk, dv, of_columns = state
         k, v, log_weight = keyed
-        q, e, log_row, term, place, through_max, rows, row_ok = others
+        q, e, log_row, term, max_index, through_max, rows, row_ok = others
         weights = weights_of(log_weight, log_row, _visible(rows, row_ok, columns, real), scale, kind)
         of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term)
         to_columns = of_log
         if has_max_term:
             # Not a scatter: Inductor's would add by atomics. Padded rows have nothing to add, padded columns are not kept.
-            to_columns = of_log + torch.where(place[..., None] == columns, through_max[..., None], 0)
+            to_columns = of_log + torch.where(max_index[..., None] == columns, through_max[..., None], 0)
         added = (of_key, of_value, to_columns.sum(-2)[..., None])
         sums = [keys.add(whole, part, columns) for whole, part in zip((dk, dv, of_columns), added, strict=True)]
         return [dq + of_query, of_rows + of_log.sum(-1), *sums]
@@ -145,7 +145,7 @@ def backward(
         dq, of_rows, *sums = keys.fold(segment, start, visits, keyed, every, rows)
         return sums, [dq, of_rows]
 
-    of_rows = [query.to(kind), grad.to(kind), log_row, term, place, through_max]
+    of_rows = [query.to(kind), grad.to(kind), log_row, term, max_index, through_max]
     xs = [*(blocks.split(x) for x in of_rows), blocks.positions(), blocks.valid(), *visits]
     init = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in (key, value, key[..., :1])]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]

@@ -32,14 +32,14 @@ WIDEST = {2: 512, 4: 256}
 
 
 @SymbolicGridFn
-def _forward_grid(planes: Any, length: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return planes, cdiv(length, meta["BLOCK_M"]), 1
+def _forward_grid(slices: Any, length: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    return slices, cdiv(length, meta["BLOCK_M"]), 1
 
 
 @SymbolicGridFn
-def _backward_grid(planes: Any, length: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+def _backward_grid(slices: Any, length: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
     key_programs = cdiv(length, meta["BLOCK_N1"]) * (2 if meta["SPLIT"] else 1)
-    return planes, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
+    return slices, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
 
 
 _forward = make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
@@ -60,7 +60,7 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     return None
 
 
-def _options(query: Any, value: Any, scale: float) -> dict[str, Any]:
+def _template_options(query: Any, value: Any, scale: float) -> dict[str, Any]:
     sizevars = V.graph.sizevars
     length = query.get_size()[2]
     widths = {"QK": sizevars.guard_int(query.get_size()[-1]), "V": sizevars.guard_int(value.get_size()[-1])}
@@ -120,7 +120,7 @@ def lower_forward(*operands: Any) -> Any:
         BIAS=given.norm_bias is not None,
         EPS=given.eps,
         NORM_EPS=given.norm_eps,
-        **_options(query, value, given.scale),
+        **_template_options(query, value, given.scale),
     )
     record(NAME, "mlstm", "mlstm_forward.py.jinja", f"query {tuple(query.get_size())}", user_line(V.graph.current_node))
     return out, *written
@@ -140,7 +140,7 @@ def lower_backward(*operands: Any) -> Any:
         node_layout(1),
         _grid_sizes(query),
         HAS_MAX_TERM=given.has_max_term,
-        **_options(query, value, given.scale),
+        **_template_options(query, value, given.scale),
     )
     grad_query, grad_value, of_rows, of_columns = written
     record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", "two passes, no atomics", user_line(V.graph.current_node))

@@ -157,11 +157,11 @@ def _check(
 
 
 def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``g``, ``M``, the place of the maximum M (int32), all [B, N, S], and ``exp(-m)``; float64 but for the place."""
+    """``g``, ``M``, the index of the maximum M (int32), all [B, N, S], and ``exp(-m)``; all but the index are float64."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
     log_weight = input_gate.double() - decay
-    log_max, place = log_weight.cummax(-1)
-    return log_weight, log_max, place.to(torch.int32), torch.exp(-(decay + log_max))
+    log_max, max_index = log_weight.cummax(-1)
+    return log_weight, log_max, max_index.to(torch.int32), torch.exp(-(decay + log_max))
 
 
 def decomposed(
@@ -178,10 +178,10 @@ def decomposed(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """The op ``gradfuse::mlstm`` as scans of the gates and the op ``gradfuse::mlstm_tiles``: its decomposition."""
-    log_weight, log_max, place, floor = gate_scans(input_gate, forget_gate)
+    log_weight, log_max, max_index, floor = gate_scans(input_gate, forget_gate)
     floor = floor.to(wide(query.dtype))
     operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
-    return (*mlstm_tiles(*operands), log_weight, log_max, place)
+    return (*mlstm_tiles(*operands), log_weight, log_max, max_index)
 
 
 @torch.library.custom_op("gradfuse::mlstm", mutates_args=())
@@ -198,7 +198,7 @@ def mlstm_op(
     norm_eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, place of M."""
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, index of M."""
     return decomposed(
         query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, eps, norm_eps, scale
     )  # fmt: skip
@@ -220,8 +220,8 @@ def _(
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
     row = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
     gate = query.new_empty(query.shape[:3], dtype=torch.float64)
-    place = torch.empty_like(gate, dtype=torch.int32)
-    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), place
+    max_index = torch.empty_like(gate, dtype=torch.int32)
+    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), max_index
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -237,7 +237,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 11
-    query, key, value, input_gate, forget_gate, weight, hidden, row_sum, rstd, log_weight, log_max, place = ctx.saved_tensors
+    query, key, value, input_gate, forget_gate, weight, hidden, *rows = ctx.saved_tensors
+    row_sum, rstd, log_weight, log_max, max_index = rows
     kind = row_sum.dtype
     grad, hidden = grad.to(kind), hidden.to(kind)
     grad_weight, grad_bias = (
@@ -265,7 +266,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
         log_weight,
         log_max - torch.log(rstd / normaliser).double(),
         term,
-        place,
+        max_index,
         through_max,
         ctx.scale,
         ctx.eps != 0,

@@ -127,8 +127,8 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
         raise NotMLSTM("the exponent is not masked by a causal mask that is built here")
     if len(decays) != 2 or len(rest) != 1 or decays[0].base is not decays[1].base:
         raise NotMLSTM(f"the exponent has {len(parts)} terms and not F_t - F_s + i_s")
-    signs = {_place(t): t.sign for t in decays}
-    if signs != {"row": 1, "column": -1} or _place(rest[0]) != "column" or rest[0].sign != 1:
+    signs = {_direction(t): t.sign for t in decays}
+    if signs != {"row": 1, "column": -1} or _direction(rest[0]) != "column" or rest[0].sign != 1:
         raise NotMLSTM("the terms of the exponent are not F_t - F_s + i_s")
     return rest[0].base, _forget_gate(decays[0].base)
 
@@ -138,7 +138,7 @@ def _is_column(node: Node, matrix: Node) -> bool:
     return len(shape(node)) == len(shape(matrix)) and is_one(shape(node)[-1])
 
 
-def _place(term: Term) -> str:
+def _direction(term: Term) -> str:
     """Whether a term lies along the rows or the columns of the matrix, its batch and head dims in place."""
     if any(term.starts):
         raise NotMLSTM("a gate's positions are shifted")

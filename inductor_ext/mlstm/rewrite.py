@@ -24,7 +24,7 @@ NAME = "mlstm_pattern"
 _AUTOCAST = "_enter_autocast"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, every mLSTM in plain form by the op."""
     changed = False
     for node in list(gm.graph.nodes):
@@ -36,7 +36,7 @@ def rewrite(gm: GraphModule, own: Options) -> None:
                 continue
             _check(node, cell)
         except NotMLSTM as error:
-            leave_to_stock(own.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.mlstm.")
+            leave_to_stock(options.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.mlstm.")
             continue
         note = _replace(gm, node, cell)
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
@@ -106,12 +106,12 @@ def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
     norm = _headwise_norm(product)
     last = product if norm is None else norm.node
     operands = (cell.query, cell.key, cell.value, cell.input_gate, cell.forget_gate)
-    options: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
+    keywords: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
     if norm is not None:
         operands += (norm.weight, norm.bias)
-        options |= {"norm_eps": norm.eps, "by_group": norm.by_group}
+        keywords |= {"norm_eps": norm.eps, "by_group": norm.by_group}
     with gm.graph.inserting_before(last):
-        fused = gm.graph.call_function(fused_cell, operands, options)
+        fused = gm.graph.call_function(fused_cell, operands, keywords)
     fused.meta = dict(last.meta)
     fused.meta["stack_trace"] = product.meta.get("stack_trace")
     last.replace_all_uses_with(fused)

@@ -39,7 +39,7 @@ class BackwardOperands(NamedTuple):
     log_weight: Any
     log_row: Any
     term: Any
-    place: Any
+    max_index: Any
     through_max: Any
     scale: float
     has_max_term: bool
@@ -172,18 +172,20 @@ def mlstm_tiles_backward(
     log_weight: Tensor,
     log_row: Tensor,
     term: Tensor,
-    place: Tensor,
+    max_index: Tensor,
     through_max: Tensor,
     scale: float,
     has_max_term: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, and of log C summed over rows and over columns.
 
-    With ``W_ts = scale exp(g_s - log_row_t)`` for s <= t and ``dP_ts = grad_t . v_s + term_t``: the gradient of the scores
-    q . k is ``dS = W dP``, that of log C is ``(q . k) dS``, and value's is ``(W (q . k))^T grad``. grad [B, N, S, Dv];
-    log_row float64, term and through_max [B, N, S]; if ``has_max_term``, through_max_t is added to the column place_t <= t
-    ([B, N, S] int32, never decreasing). Returns three tensors in the layouts of ``rows_like``, then the row sums and the
-    column sums [B, N, S] in fp32 (float64 for float64).
+    With ``W_ts = scale exp(g_s - log_row_t)`` for s <= t and ``dP_ts = grad_t . v_s + term_t``, the gradient of the scores
+    q . k is ``dS = W dP``, the gradient of log C is ``(q . k) dS``, and the gradient of value is ``(W (q . k))^T grad``.
+
+    query, key [B, N, S, D], value and grad [B, N, S, Dv]; log_weight and log_row [B, N, S] float64; term and through_max
+    [B, N, S]; max_index [B, N, S] int32, which never decreases along S. If ``has_max_term``, through_max_t is added to the
+    sum of the column max_index_t <= t. Returns the three gradients in the layouts of ``rows_like``, then the row sums and
+    the column sums [B, N, S] in fp32 (float64 for float64).
     """
     kind = wide(query.dtype)
     batch, heads, length, _ = query.shape
@@ -201,7 +203,7 @@ def mlstm_tiles_backward(
         of_rows[:, :, rows] = of_log.sum(-1)
         of_columns[:, :, until] += of_log.sum(-2)
     if has_max_term:
-        of_columns.scatter_add_(-1, place.long(), through_max)
+        of_columns.scatter_add_(-1, max_index.long(), through_max)
     widths = (query.shape[-1], query.shape[-1], value.shape[-1])
     rounded = [rows_like(query, width).copy_(x) for width, x in zip(widths, grads, strict=True)]
     return *rounded, of_rows, of_columns

@@ -16,8 +16,8 @@ from ..torch_api.sizes import size_hint
 
 #: Times a chunk: as much as Inductor scans in one tile.
 CHUNK = 1024
-#: From this many lanes on, whole rows fill a GPU; from this many chunks on, two levels are worth their three kernels.
-FEW_LANES = 512
+#: From this many channels on, whole rows fill a GPU; from this many chunks on, two levels are worth their three kernels.
+FEW_CHANNELS = 512
 FEWEST_CHUNKS = 4
 
 
@@ -64,8 +64,8 @@ def _long_and_few(xs: Sequence[Tensor]) -> bool:
     """Whether to scan in chunks. Stock does so itself for one leaf, by look-back."""
     if len(xs) == 1 or not (xs[0].is_cuda or uses_triton_on_cpu()):
         return False
-    length, *lanes = (size_hint(n) for n in xs[0].shape)
-    return None not in (length, *lanes) and length >= FEWEST_CHUNKS * CHUNK and math.prod(lanes) < FEW_LANES
+    length, *channels = (size_hint(n) for n in xs[0].shape)
+    return None not in (length, *channels) and length >= FEWEST_CHUNKS * CHUNK and math.prod(channels) < FEW_CHANNELS
 
 
 def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import lanes
+from ..core import channels
 
 #: Fewer rows along time, a warp each, do not fill a GPU.
 FEWEST_ROWS = 512
@@ -47,17 +47,20 @@ def _(coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, r
     return inputs.new_empty(shape, dtype=dtype)
 
 
-def suits(x: Tensor) -> bool:
-    """Whether the op's kernel is the way to scan ``x`` [T, ...] along dim 0: many lanes next to each other, or many rows."""
-    if not lanes.runs_kernels(x) or not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
+def supported(x: Tensor) -> bool:
+    """Whether the op's kernel should scan ``x`` [T, ...] along dim 0.
+
+    It should over many channels that lie next to each other, and along many rows.
+    """
+    if not channels.runs_kernels(x) or not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
         return False
-    return x[0].numel() >= FEWEST_ROWS if x.stride(0) == 1 else lanes.many([x])
+    return x[0].numel() >= FEWEST_ROWS if x.stride(0) == 1 else channels.enough_channels([x])
 
 
 def scanned(coefficients: Tensor | None, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
     """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
-    split = lanes.innermost([inputs])
-    factors = None if coefficients is None else lanes.planes(coefficients, split)
-    shape = lanes.unfolded(inputs, split)
-    result = linear_scan(factors, lanes.planes(inputs, split), shape, split - 1, reverse, dtype)
+    split = channels.innermost([inputs])
+    factors = None if coefficients is None else channels.slices(coefficients, split)
+    shape = channels.unfolded(inputs, split)
+    result = linear_scan(factors, channels.slices(inputs, split), shape, split - 1, reverse, dtype)
     return result.movedim(split - 1, 0)

@@ -13,7 +13,7 @@ from ..options import Options
 from ..torch_api.ir import in_order_of, node_layout
 
 
-def lower(own: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
+def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of ``stock``."""
 
     def lowered(combine_fn: Any, xs: Any, additional_inputs: Any) -> Any:

@@ -19,16 +19,16 @@ from .scan_backward import scan_backward
 #: Times whose loads are issued together, and how many such groups are in flight at most (benchmarks/NOTES.md).
 UNROLL, STAGES = 4, 4
 #: Lanes of a program and its warps, by the size of an element in bytes: a thread copies 4 bytes ahead, or none.
-LANES = {4: (64, 2), 2: (64, 1)}
+CHANNELS = {4: (64, 2), 2: (64, 1)}
 #: Bytes of shared memory that groups in flight may take.
 AHEAD = 2**16
 
 
 def _tile(itemsize: int, loads: int) -> dict[str, Any]:
-    lanes, num_warps = LANES[itemsize]
-    group = loads * UNROLL * lanes * 4
+    channels, num_warps = CHANNELS[itemsize]
+    group = loads * UNROLL * channels * 4
     stages = max(1, min(STAGES, AHEAD // group))
-    return {"BLOCK_L": lanes, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
+    return {"BLOCK_L": channels, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
 _template = make_template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
@@ -50,7 +50,7 @@ def lower(
     inputs = realize([*ys, *xs, *grads])
     layouts = [node_layout(i) for i in range(len(xs))]
     stored = [empty_strided(x.size, x.stride, dtype=x.dtype, device=device) for x in layouts[:-1]]
-    planes, _, lanes = xs[0].get_size()
+    slices, _, channels = xs[0].get_size()
     names = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     last = run(
         _template,
@@ -58,7 +58,7 @@ def lower(
         [*inputs, *stored],
         stored,
         layouts[-1],
-        [planes, lanes],
+        [slices, channels],
         subgraphs=of_source(source, dict.fromkeys(names, torch.float32), device),
         REVERSE=reverse,
         NUM_READ=len(ys),

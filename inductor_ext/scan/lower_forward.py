@@ -37,14 +37,14 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, revers
     *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
     results = {i: empty_strided(layouts[i].size, layouts[i].stride, dtype=layouts[i].dtype, device=device) for i in others}
     kinds = [computed_in(x.get_dtype()) for x in xs]
-    planes, _, lanes = xs[0].get_size()
+    slices, _, channels = xs[0].get_size()
     results[last] = run(
         _template,
         [_tile(len(xs))],
         [*inputs, *results.values()],
         list(results.values()),
         layouts[last],
-        [planes, lanes],
+        [slices, channels],
         subgraphs=of_source(
             source, {f"{name}_{i}": kind for name in ("left", "right") for i, kind in enumerate(kinds)}, device
         ),

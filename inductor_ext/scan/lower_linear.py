@@ -16,9 +16,9 @@ from .linear_scan import accumulator, linear_scan
 
 
 @SymbolicGridFn
-def grid(planes: Any, lanes: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    """A program for each ``BLOCK_L`` lanes of a plane."""
-    return planes * cdiv(lanes, meta["BLOCK_L"]), 1, 1
+def grid(slices: Any, channels: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    """A program for each ``BLOCK_L`` channels of a slice."""
+    return slices * cdiv(channels, meta["BLOCK_L"]), 1, 1
 
 
 _template = make_template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
@@ -28,25 +28,25 @@ def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, 
     return {"BLOCK_T": block_t, "BLOCK_L": block_l, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-#: Measurements are in benchmarks/NOTES.md. Where lanes are innermost, by the size of an element in bytes.
-LANES_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 16, 4, 3), 8: _tile(64, 16, 4, 3)}
+#: Measurements are in benchmarks/NOTES.md. Where channels are innermost, by the size of an element in bytes.
+CHANNELS_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 16, 4, 3), 8: _tile(64, 16, 4, 3)}
 #: Where time is, a warp scans a row, and four warps where there are fewer rows than MANY_ROWS.
 MANY_ROWS = 2048
 TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1)
 
 
 def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
-    planes, _, lanes = sizes
-    if lanes != 1:
-        return LANES_INNERMOST[itemsize]
-    return TIME_INNERMOST if hint(planes) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
+    slices, _, channels = sizes
+    if channels != 1:
+        return CHANNELS_INNERMOST[itemsize]
+    return TIME_INNERMOST if hint(slices) >= MANY_ROWS else TIME_INNERMOST_OF_FEW
 
 
 def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
     """The replacement of the op; its operands and result are those of ``scan.linear_scan.linear_scan``."""
     operands = [x for x in realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
-    options = {
+    template_options = {
         "GATED": coefficients is not None,
         "REVERSE": reverse,
         "TIME_INNERMOST": sizes[2] == 1,
@@ -55,7 +55,7 @@ def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, revers
         "ACC_DTYPE": "tl.float64" if accumulator(coefficients, inputs) is torch.float64 else "tl.float32",
     }
     tile = _choose(sizes, max(x.get_dtype().itemsize for x in operands))
-    return run(_template, [tile], operands, [], node_layout(), [sizes[0], sizes[2]], **options)
+    return run(_template, [tile], operands, [], node_layout(), [sizes[0], sizes[2]], **template_options)
 
 
 KERNEL = KernelOp("linear_scan", "gated recurrences and the gradients of scans, one kernel each way", linear_scan, lower)

@@ -22,7 +22,7 @@ from .scan import scan
 NAME = "scans"
 
 
-def rewrite(gm: GraphModule, own: Options) -> None:
+def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, every pointwise associative_scan by ``ops.scan.scan``."""
     for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
         node.target = scan

@@ -8,7 +8,7 @@ With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, 
 a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
 that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
 scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
-never concatenated. Over many lanes, the forward is ``scan_forward.py``'s, a gated one and a group of one leaf are
+never concatenated. Over many channels, the forward is ``scan_forward.py``'s, a gated one and a group of one leaf are
 ``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
 """
 
@@ -25,7 +25,7 @@ from ..core.depend import depend
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
-from .linear_scan import scanned, suits
+from .linear_scan import scanned, supported
 from .recurrences import gated, reads
 
 #: An entry of the Jacobian that is one by structure.
@@ -60,13 +60,13 @@ class _Scan(torch.autograd.Function):
 def _scanned_forward(
     combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, xs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    if recurrence is not None and all(suits(x) for x in xs):
+    if recurrence is not None and all(supported(x) for x in xs):
         gate, state = recurrence
         a, x = xs[gate], xs[state]
         (products,) = _scanned_forward(_product, None, reverse, [a])
         ys = {gate: products, state: scanned(_later(a, reverse), x, reverse, x.dtype)}
         return ys[0], ys[1]
-    if scan_forward.suits(xs):
+    if scan_forward.supported(xs):
         source = scan_forward.combination(combine, [x.dtype for x in xs])
         if source is not None:
             return tuple(scan_forward.scanned(source, xs, reverse))
@@ -117,9 +117,9 @@ def _scan_of_one_shape(
     combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any], reverse: bool
 ) -> tuple[Tensor, ...]:
     """``scan`` of leaves expanded to their common shape, of which each result is one part like every other."""
-    lanes = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
-    aligned = [x.reshape(x.shape[0], *[1] * (len(lanes) - x.dim() + 1), *x.shape[1:]) for x in xs]
-    ys = scan(combine, [x.expand(x.shape[0], *lanes) for x in aligned], additional, reverse)
+    channels = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
+    aligned = [x.reshape(x.shape[0], *[1] * (len(channels) - x.dim() + 1), *x.shape[1:]) for x in xs]
+    ys = scan(combine, [x.expand(x.shape[0], *channels) for x in aligned], additional, reverse)
     parts = []
     for y, x, given in zip(ys, aligned, xs, strict=True):
         for dim in range(1, x.dim()):
@@ -143,7 +143,7 @@ def scan_gradients(
         after = pytree.tree_leaves(combine(*before, *now))
         jacobian = _jacobian(after, before, floating)
         groups = _groups(_reached(jacobian, grads), jacobian)
-        if any(len(group) > 1 for group in groups) and scan_backward.suits(xs):
+        if any(len(group) > 1 for group in groups) and scan_backward.supported(xs):
             product = scan_backward.product(combine, len(xs), sorted(itertools.chain(*groups)))
             if product is not None:
                 return scan_backward.gradients(product, ys, xs, grads, reverse)
@@ -218,22 +218,22 @@ def _adjoint(
     found: dict[int, Tensor] = {}
     for group in groups:
         wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
-        if len(group) == 1 and (group[0], group[0]) in jacobian and suits(some):
+        if len(group) == 1 and (group[0], group[0]) in jacobian and supported(some):
             (i,) = group
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
             entry = jacobian[i, i]
             found[i] = scanned(None if entry is _ONE else _column(entry, some), given, not reverse, wide[i])
             continue
         b = [turned((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
-        places = _closed({(j, i) for i, j in jacobian if i in group and j in group})
+        entries = _closed({(j, i) for i, j in jacobian if i in group and j in group})
         if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
             b = list(associative(_sum, b))
-        elif places:
+        elif entries:
             # The last element has none after it.
-            columns = [_column(jacobian.get((i, j)), some) for j, i in places]
+            columns = [_column(jacobian.get((i, j)), some) for j, i in entries]
             whole = (padded(x, 1, 0) if reverse else padded(x, 0, 1) for x in columns)
-            coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, places, strict=True)]
-            b = list(associative(_linear(places, group), [*coefficients, *b])[len(places) :])
+            coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, entries, strict=True)]
+            b = list(associative(_linear(entries, group), [*coefficients, *b])[len(entries) :])
         found.update({i: turned(total) for i, total in zip(group, b, strict=True)})
     return found
 
@@ -250,25 +250,25 @@ def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
     return [sorted(g) for g in groups]
 
 
-def _closed(places: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places of a matrix that powers of one with these places can fill."""
-    closed = set(places)
+def _closed(entries: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The entries of a matrix that powers of one with these entries can fill."""
+    closed = set(entries)
     while more := {(i, last) for i, j in closed for k, last in closed if j == k} - closed:
         closed |= more
     return sorted(closed)
 
 
-def _linear(places: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
-    """``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves: the entries of A at ``places``, then b of ``group``."""
-    count = len(places) + len(group)
+def _linear(entries: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
+    """``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves: the entries of A at ``entries``, then b of ``group``."""
+    count = len(entries) + len(group)
 
     def combine(*flat: Tensor) -> list[Tensor]:
         (a1, b1), (a2, b2) = (
-            (dict(zip(places, half, strict=False)), dict(zip(group, half[len(places) :], strict=True)))
+            (dict(zip(entries, half, strict=False)), dict(zip(group, half[len(entries) :], strict=True)))
             for half in (flat[:count], flat[count:])
         )
         products = []
-        for i, last in places:
+        for i, last in entries:
             terms = [a2[i, j] * a1[j, last] for j in group if (i, j) in a2 and (j, last) in a1]
             products.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(a1[i, last]))
         return [*products, *(sum((a2[i, j] * b1[j] for j in group if (i, j) in a2), b2[i]) for i in group)]

@@ -1,6 +1,6 @@
 """The gradient of a scan, element after element backwards in time: what leaves that mix are differentiated by.
 
-One reverse scan over k x k Jacobians (``scan.py``) reads and multiplies matrices; here each lane carries the k numbers
+One reverse scan over k x k Jacobians (``scan.py``) reads and multiplies matrices; here each channel carries the k numbers
 lambda, and the vector-Jacobian product of the combine_fn is computed where it is used, from the leaves themselves:
 
     lambda_t = g_t + carry,          (carry, dx_t) = (dc/dy, dc/dx)^T lambda_t  at (y_{t-1}, x_t),          dx_0 = lambda_0
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import lanes
+from ..core import channels
 from ..core.sources import function_of, source_of
 from ..torch_api.graph import pytree
 from ..torch_api.tracing import trace_apart
@@ -107,22 +107,22 @@ def _(ys: list[Tensor], xs: list[Tensor], *_rest: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in xs]
 
 
-def suits(xs: Sequence[Tensor]) -> bool:
+def supported(xs: Sequence[Tensor]) -> bool:
     """Whether the op's kernel is the way to differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves mix.
 
     Along the innermost dim it is not: neighbours in memory would be one thread's, one after the other.
     """
-    return lanes.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and lanes.many(xs)
+    return channels.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and channels.enough_channels(xs)
 
 
 def gradients(
     found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
 ) -> list[Tensor]:
     """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them (from the end if ``reverse``)."""
-    split = lanes.innermost(xs)
+    split = channels.innermost(xs)
     given = [i for i, g in enumerate(grads) if g is not None]
     operands = ([ys[i] for i in found.read], xs, [grads[i] for i in given])
-    flat = ([lanes.planes(x, split) for x in tensors] for tensors in operands)
+    flat = ([channels.slices(x, split) for x in tensors] for tensors in operands)
     leaves = (list(which) for which in (found.reached, found.carried, found.driven))
     results = scan_backward(*flat, given, found.source, *leaves, reverse)
     return [result.transpose(0, 1).reshape(x.shape) for result, x in zip(results, xs, strict=True)]

@@ -1,4 +1,4 @@
-"""An associative scan over many lanes, whatever its combine_fn, as the op of a kernel of our own.
+"""An associative scan over many channels, whatever its combine_fn, as the op of a kernel of our own.
 
     y_0 = x_0,          y_t = c(y_{t-1}, x_t)          for k leaves, element by element
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import lanes
+from ..core import channels
 from ..core.sources import function_of, source_of
 from ..torch_api.graph import pytree
 from ..torch_api.tracing import trace_apart
@@ -67,19 +67,19 @@ def _(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) 
     return [x.new_empty(shape) for x in xs]
 
 
-def suits(xs: Sequence[Tensor]) -> bool:
+def supported(xs: Sequence[Tensor]) -> bool:
     """Whether the op's kernel is the way to scan ``xs`` [T, ...] along dim 0.
 
-    Along the innermost dim, and over few lanes, stock's is as fast.
+    Along the innermost dim, and over few channels, stock's is as fast.
     """
-    if not lanes.runs_kernels(xs[0]) or len(xs) > MOST_LEAVES or any(x.dtype not in DTYPES for x in xs):
+    if not channels.runs_kernels(xs[0]) or len(xs) > MOST_LEAVES or any(x.dtype not in DTYPES for x in xs):
         return False
-    return xs[0].shape[0] > 1 and lanes.many(xs)
+    return xs[0].shape[0] > 1 and channels.enough_channels(xs)
 
 
 def scanned(source: str, xs: Sequence[Tensor], reverse: bool) -> list[Tensor]:
     """``scan_forward`` of tensors [T, ...] of any rank."""
-    split = lanes.innermost(xs)
-    shape = lanes.unfolded(xs[0], split)
-    results = scan_forward([lanes.planes(x, split) for x in xs], source, shape, split - 1, reverse)
+    split = channels.innermost(xs)
+    shape = channels.unfolded(xs[0], split)
+    results = scan_forward([channels.slices(x, split) for x in xs], source, shape, split - 1, reverse)
     return [y.movedim(split - 1, 0) for y in results]

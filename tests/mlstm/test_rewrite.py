@@ -179,8 +179,8 @@ def test_graph_after_the_rewrite(name):
     """Dynamo's graph without what nothing uses any more."""
     seen = []
 
-    def spy(gm, own):
-        rewrite(gm, own)
+    def spy(gm, options):
+        rewrite(gm, options)
         gm.graph.eliminate_dead_code()
         seen.append(str(gm.graph))
         raise Stop

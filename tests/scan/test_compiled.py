@@ -29,7 +29,7 @@ from .test_scan import (
 )
 
 associative_module = importlib.import_module("inductor_ext.scan.associative")
-lanes_module = importlib.import_module("inductor_ext.core.lanes")
+channels_module = importlib.import_module("inductor_ext.core.channels")
 linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
 
 #: On every torch: what Dynamo, AOTAutograd and stock's code generation make of a scan differs between them.
@@ -42,10 +42,10 @@ def device(request):
         yield "cpu" if request.param == "interpreter" else "cuda"
 
 
-def few_lanes_are_many(monkeypatch):
-    """Small tensors take the kernels over lanes, and rows those along rows."""
-    for name in ("FEWEST_LANES", "FEWEST_NEIGHBOURS"):
-        monkeypatch.setattr(lanes_module, name, 1)
+def few_channels_are_enough(monkeypatch):
+    """Small tensors take the kernels over channels, and rows those along rows."""
+    for name in ("FEWEST_CHANNELS", "FEWEST_NEIGHBOURS"):
+        monkeypatch.setattr(channels_module, name, 1)
     monkeypatch.setattr(linear_scan_module, "FEWEST_ROWS", 1)
 
 
@@ -152,7 +152,7 @@ def test_in_two_levels_with_dynamic_lengths(device, monkeypatch):
 def test_leaves_of_several_shapes(device):
     """Stock reads every leaf by the shape of the first."""
     shapes = [(3, 1), (3, 4)]
-    xs = [(0.5 + 0.5 * torch.rand(97, *lanes, device=device)).requires_grad_() for lanes in shapes]
+    xs = [(0.5 + 0.5 * torch.rand(97, *channels, device=device)).requires_grad_() for channels in shapes]
     check(gated, xs, compiled(gated)(*xs), (0, 1))
 
 
@@ -162,11 +162,11 @@ def spun(r1, i1, r2, i2, rate):
 
 
 @pytest.mark.breadth(1)
-@pytest.mark.parametrize("combine, many", [(decayed, False), (spun, True)], ids=["apart", "mixed"])
-def test_captured_tensors(combine, many, device, monkeypatch):
-    """Of leaves that do not mix, and of some that do, over many lanes."""
-    if many:
-        few_lanes_are_many(monkeypatch)
+@pytest.mark.parametrize("combine, enough", [(decayed, False), (spun, True)], ids=["apart", "interacting"])
+def test_captured_tensors(combine, enough, device, monkeypatch):
+    """The leaves of one do not interact; those of the other do, and it runs over many channels."""
+    if enough:
+        few_channels_are_enough(monkeypatch)
     xs = leaves("ff", 97, torch.float32, device)
     rate = (0.5 + 0.4 * torch.rand(3, 2, device=device)).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (*xs, rate)]
@@ -222,7 +222,7 @@ def stores(combine, xs, dim, reverse=False):
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_linear_recurrence_from_the_end_is_one_kernel_each_way(dim, device, monkeypatch):
     """What the front end flips is read and written from the end."""
-    few_lanes_are_many(monkeypatch)
+    few_channels_are_enough(monkeypatch)
     xs = [torch.rand(3, 4, 5, device=device, requires_grad=True) for _ in range(2)]
     assert stores(gated, xs, dim, reverse=True) == [[1], [2]]
 
@@ -246,7 +246,7 @@ def test_one_kernel_forward_and_two_backward(dim, device):
 @pytest.mark.parametrize("combine", [gated, pytest.param(rooted, marks=pytest.mark.slow)])
 def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device, monkeypatch):
     """Its backward stores the gradients of both operands; nothing is copied from one memory order to another."""
-    few_lanes_are_many(monkeypatch)
+    few_channels_are_enough(monkeypatch)
     xs = [torch.rand(3, 4, 3, 5, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
 
@@ -258,8 +258,8 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_leaves_that_mix_over_many_lanes(combine, reverse, device, monkeypatch):
-    few_lanes_are_many(monkeypatch)
+def test_leaves_that_interact_over_many_channels(combine, reverse, device, monkeypatch):
+    few_channels_are_enough(monkeypatch)
     xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
     forwards = [x.flip(0) for x in xs] if reverse else xs
     ys = compiled(combine, reverse=reverse)(*forwards)
@@ -268,24 +268,24 @@ def test_leaves_that_mix_over_many_lanes(combine, reverse, device, monkeypatch):
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_leaves_that_mix_are_one_kernel_each_way(reverse, device, monkeypatch):
+def test_leaves_that_interact_are_one_kernel_each_way(reverse, device, monkeypatch):
     """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
-    few_lanes_are_many(monkeypatch)
+    few_channels_are_enough(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
     assert stores(matrix_product, xs, 1, reverse) == [[2], [4]]
 
 
 @pytest.mark.breadth(0)
 def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
-    """Operands and results are saved, not what is made of them; over many lanes the kernel is ours."""
-    few_lanes_are_many(monkeypatch)
+    """Operands and results are saved, not what is made of them; over many channels the kernel is ours."""
+    few_channels_are_enough(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
     (kernel,), _ = codes_of(log_space, xs, 1)
     assert kernel.count("tl.store(") == 1 and "SPANS" in kernel
 
 
 def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):
-    few_lanes_are_many(monkeypatch)
+    few_channels_are_enough(monkeypatch)
     xs = [torch.rand(3, 4, 5, device=device).requires_grad_()]
     check(total, xs, compiled(total)(*xs), (0,))
     _, (backward,) = codes_of(total, xs, 1)
@@ -327,8 +327,8 @@ def check_end(dim, xs, y, weight, got):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_lanes(shape, dim, dtype):
-    """Those of the kernel of linear_scan: lanes innermost, then time."""
+def test_many_channels(shape, dim, dtype):
+    """Those of the kernel of linear_scan: channels innermost, then time."""
     a, x, weight = (
         t.to(dtype) for t in (0.5 + 0.4 * torch.rand(shape, device="cuda"), *torch.randn(2, *shape, device="cuda"))
     )
@@ -342,7 +342,7 @@ def test_many_lanes(shape, dim, dtype):
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_linear_recurrence(dim, dtype, reverse, device, monkeypatch):
-    few_lanes_are_many(monkeypatch)
+    few_channels_are_enough(monkeypatch)
     a, x, weight = (
         t.to(dtype) for t in (0.5 + 0.4 * torch.rand(2, 12, 20, device=device), *torch.randn(2, 2, 12, 20, device=device))
     )

@@ -31,9 +31,9 @@ def compiled(reverse, dtype, **options):
     return torch.compile(lambda c, x: scan(c, x * 1, reverse, dtype), backend="gradfuse", fullgraph=True, **options)
 
 
-def operands(length, planes, lanes, dtype, device):
+def operands(length, slices, channels, dtype, device):
     where = "cuda" if device == "cuda" else "cpu"
-    c, x = torch.rand(planes, max(length - 1, 0), lanes), torch.randn(planes, length, lanes)
+    c, x = torch.rand(slices, max(length - 1, 0), channels), torch.randn(slices, length, channels)
     return [t.to(where, dtype) for t in (c, x)]
 
 
@@ -41,10 +41,10 @@ def operands(length, planes, lanes, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    "length, planes, lanes", [(1, 2, 20), (2, 1, 16), (256, 1, 16), (257, 2, 33), (600, 1, 5), (1, 3, 1), (600, 3, 1)]
+    "length, slices, channels", [(1, 2, 20), (2, 1, 16), (256, 1, 16), (257, 2, 33), (600, 1, 5), (1, 3, 1), (600, 3, 1)]
 )
-def test_against_a_loop(length, planes, lanes, reverse, device):
-    c, x = operands(length, planes, lanes, torch.float32, device)
+def test_against_a_loop(length, slices, channels, reverse, device):
+    c, x = operands(length, slices, channels, torch.float32, device)
     want = scan(c.double(), x.double(), reverse, torch.float64)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(reverse, torch.float32)(c, x)
@@ -54,10 +54,10 @@ def test_against_a_loop(length, planes, lanes, reverse, device):
 
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("lanes", [1, 20])
-def test_running_sums(lanes, reverse, device):
+@pytest.mark.parametrize("channels", [1, 20])
+def test_running_sums(channels, reverse, device):
     """Without coefficients."""
-    _, x = operands(300, 2, lanes, torch.float32, device)
+    _, x = operands(300, 2, channels, torch.float32, device)
     run = torch.compile(lambda x: scan(None, x, reverse, torch.float32), backend="gradfuse", fullgraph=True)
     with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
         got = run(x)
@@ -67,10 +67,10 @@ def test_running_sums(lanes, reverse, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("many", [1, 1000])
-def test_rows(many, device, monkeypatch):
+@pytest.mark.parametrize("many_rows", [1, 1000])
+def test_rows(many_rows, device, monkeypatch):
     """Time innermost: a warp a row, or four."""
-    monkeypatch.setattr(linear_scan_lowering, "MANY_ROWS", many)
+    monkeypatch.setattr(linear_scan_lowering, "MANY_ROWS", many_rows)
     c, x = operands(1100, 3, 1, torch.float32, device)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         got = compiled(False, torch.float32)(c, x)
@@ -126,16 +126,16 @@ def test_into_more_dims(shape, dim, device):
     assert relative_error(got, scan(c.double(), x.double(), False, torch.float64).reshape(shape)) < 1e-6
 
 
-def emitted(lanes, dtype=torch.float32):
+def emitted(channels, dtype=torch.float32):
     """The source of the kernel that scans backwards."""
     run = torch.compile(lambda c, x: scan(c, x, True, torch.float32), backend="gradfuse", fullgraph=True)
     with triton_on_cpu():
-        _, (code,) = run_and_get_code(run, *operands(300, 2, lanes, dtype, "cpu"))
+        _, (code,) = run_and_get_code(run, *operands(300, 2, channels, dtype, "cpu"))
     (kernel,) = (k for k in kernels_of(code) if "BLOCK_L" in k)
     return kernel
 
 
 @INTERPRETED
-@pytest.mark.parametrize("lanes", [20, 1])
-def test_emitted_kernel(lanes):
-    snapshots.check(__file__, "linear_scan" if lanes > 1 else "linear_scan_rows", body(emitted(lanes)))
+@pytest.mark.parametrize("channels", [20, 1])
+def test_emitted_kernel(channels):
+    snapshots.check(__file__, "linear_scan" if channels > 1 else "linear_scan_rows", body(emitted(channels)))

@@ -196,8 +196,8 @@ def test_few_long_rows_alone_are_cut():
 
 
 def test_leaves_of_several_shapes():
-    """A gate for all of a head's lanes, and one for everything."""
-    xs = [(0.5 + torch.rand(9, *lanes, dtype=torch.float64)).requires_grad_() for lanes in ((3, 1), (3, 4), ())]
+    """A gate for all of a head's channels, and one for everything."""
+    xs = [(0.5 + torch.rand(9, *channels, dtype=torch.float64)).requires_grad_() for channels in ((3, 1), (3, 4), ())]
 
     def combine(a1, x1, b1, a2, x2, b2):
         return a1 * a2, x1 * a2 * b2 + x2, b1 * b2
@@ -263,7 +263,7 @@ def test_affine_maps_conjugated(of_gate, of_state, length, seed):
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_many_lanes_take_the_linear_scan(graph, dtype):
+def test_many_channels_take_the_linear_scan(graph, dtype):
     """Forward (where the combine_fn is known to be a gated recurrence) and backward, by the op's eager code."""
     a, x = (0.5 + 0.5 * torch.rand(4, 11, 3, 20).to(dtype) for _ in range(2))
     xs = [t.movedim(1, 0).requires_grad_() for t in (a, x)]
@@ -275,7 +275,7 @@ def test_many_lanes_take_the_linear_scan(graph, dtype):
         return linear_scan(*operands)
 
     with (
-        mock.patch.object(scan_module, "suits", lambda x: True),
+        mock.patch.object(scan_module, "supported", lambda x: True),
         mock.patch.object(linear_scan_module, "linear_scan", counting),
     ):
         ys = scan(combine, xs)

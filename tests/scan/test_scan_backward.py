@@ -131,12 +131,12 @@ def emitted(combine, dtype=torch.float32):
 
 @INTERPRETED
 def test_where_it_is_the_way():
-    """Many lanes, next to each other, of fp32 or less."""
+    """Many channels, next to each other, of fp32 or less."""
     x = torch.rand(4, 2, 1024)
     cases = [x, x.expand(3, 4, 2, 1024)[0], x.movedim(2, 0), x[..., ::2], x[:, :1], x.double(), x.reshape(4, -1, 2)]
     with triton_on_cpu():
-        assert [scan_backward.suits([case, case]) for case in cases] == [True, True, *[False] * 5]
-    assert not scan_backward.suits([x, x])
+        assert [scan_backward.supported([case, case]) for case in cases] == [True, True, *[False] * 5]
+    assert not scan_backward.supported([x, x])
 
 
 @INTERPRETED

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.core import lanes
+from inductor_ext.core import channels
 from inductor_ext.scan import lower_forward as lowering
 from tests.attention.case import relative_error
 from tests.support import snapshots
@@ -102,8 +102,8 @@ def test_the_op_itself(combine):
 def test_opcheck(reverse):
     xs = operands(either_and_sum, (5, 3, 8))
     source = scan_forward.combination(either_and_sum, [x.dtype for x in xs])
-    planes = [lanes.planes(x, 2) for x in xs]
-    torch.library.opcheck(torch.ops.gradfuse.scan_forward.default, (planes, source, [3, 5, 4, 2], 1, reverse))
+    slices = [channels.slices(x, 2) for x in xs]
+    torch.library.opcheck(torch.ops.gradfuse.scan_forward.default, (slices, source, [3, 5, 4, 2], 1, reverse))
 
 
 @pytest.mark.breadth(2)
@@ -229,22 +229,22 @@ def emitted(combine, dtype=torch.float32):
     return kernel
 
 
-def test_lanes_are_those_of_every_leaf():
-    """One that is the same for all of some dim lies next to itself nowhere else: as other lanes it would be a copy."""
+def test_channels_are_those_of_every_leaf():
+    """One that is the same for all of some dim lies next to itself nowhere else: as other channels it would be a copy."""
     x, gate = torch.rand(4, 3, 20), torch.rand(20).expand(4, 3, 20)
-    assert [lanes.innermost(xs) for xs in ([x], [gate], [x, gate], [gate, x])] == [1, 2, 2, 2]
-    assert lanes.planes(gate, 2).data_ptr() == gate.data_ptr()
+    assert [channels.innermost(xs) for xs in ([x], [gate], [x, gate], [gate, x])] == [1, 2, 2, 2]
+    assert channels.slices(gate, 2).data_ptr() == gate.data_ptr()
 
 
 @INTERPRETED
 def test_where_it_is_the_way():
-    """Many lanes, next to each other, of a few leaves."""
+    """Many channels, next to each other, of a few leaves."""
     x = torch.rand(4, 2, 1024)
     cases = [[x] * 8, [x, x.expand(3, 4, 2, 1024)[0]], [x, x[:1].expand(4, 2, 1024).long()], [x.double()]]
     others = [[x] * 9, [x.movedim(2, 0)], [x[..., ::2]], [x[:, :1]], [x.short()], [x.reshape(4, -1, 2)], [x[:1]]]
     with triton_on_cpu():
-        assert all(map(scan_forward.suits, cases)) and not any(map(scan_forward.suits, others))
-    assert not scan_forward.suits([x])
+        assert all(map(scan_forward.supported, cases)) and not any(map(scan_forward.supported, others))
+    assert not scan_forward.supported([x])
 
 
 @INTERPRETED
