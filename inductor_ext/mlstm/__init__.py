@@ -1,4 +1,7 @@
-"""The matrix memory of xLSTM: ``mlstm``, the op, and ``MLSTMCell``, the layer around it with its headwise norm."""
+"""mLSTM, the matrix memory of xLSTM.
+
+``mlstm`` is the op. ``MLSTMCell`` is the layer around it, with its headwise norm.
+"""
 
 from .cell import MLSTMCell
 from .op import mlstm

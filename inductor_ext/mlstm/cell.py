@@ -1,4 +1,4 @@
-"""The mLSTM cell as a module: gate projections, the memory and its headwise norm, as in xLSTM (Beck et al., 2024)."""
+"""The mLSTM cell as a module, as in xLSTM (Beck et al., 2024): gate projections, the memory, and its headwise norm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .op import mlstm
 class MLSTMCell(nn.Module):
     """``y = mlstm(q, k, v)`` with gates projected from q, k and v together, and a headwise layer norm.
 
-    queries, keys, values [B, S, H] -> [B, S, H]. The input gate starts closed to all alike (weight 0, bias drawn from
-    N(0, 0.1)), the forget gates from short to long memory (bias from 3 to 6 over the heads), the norm as the identity.
-    Raises ValueError if num_heads does not divide hidden_size.
+    queries, keys and values are [B, S, H], and so is the result. At the start the input gate is equally closed for all
+    inputs (its weight is 0, and its bias is drawn from N(0, 0.1)), the forget gates go from short to long memory (bias from
+    3 to 6 over the heads), and the norm is the identity. Raises ValueError if num_heads does not divide hidden_size.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class MLSTMCell(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Reset the parameters to their initial values; the bias of the input gate is drawn again."""
         for gate in (self.input_gate, self.forget_gate):
             nn.init.zeros_(gate.weight)
         nn.init.normal_(self.input_gate.bias, std=0.1)
@@ -41,7 +41,7 @@ class MLSTMCell(nn.Module):
             nn.init.zeros_(self.norm_bias)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One output for every position, of the positions up to it."""
+        """The outputs [B, S, H] for queries, keys and values [B, S, H]. An output depends on the positions up to its own."""
         joined = torch.cat([queries, keys, values], dim=-1)
         input_gate, forget_gate = (gate(joined).transpose(1, 2) for gate in (self.input_gate, self.forget_gate))
         heads = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (queries, keys, values))

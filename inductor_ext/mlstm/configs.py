@@ -1,4 +1,4 @@
-"""Tiles of the mLSTM templates by head width and dtype; measurements are in benchmarks/NOTES.md."""
+"""The tiles of the mLSTM templates, by head width and dtype. Measurements are in benchmarks/NOTES.md."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _backward(
     return {**blocks, "SPLIT": split, "num_warps": num_warps, "num_stages": num_stages}
 
 
-#: By element size in bytes, then the widest head (a power of two) that a tile serves. With 4 warps a tile has 64 rows, with
-#: 8 it has 128: Hopper's matmuls give each group of four warps 64 rows.
+#: The tiles by the size of an element in bytes, and then by the widest head (a power of two) for which a tile is used. A
+#: tile has 64 rows with 4 warps and 128 rows with 8 warps, because Hopper's matmuls give 64 rows to each group of four warps.
 FORWARD = {
     2: {
         64: _forward(128, 64, 8, 3),
@@ -50,7 +50,8 @@ BACKWARD = {
         256: _backward(16, 16, 16, 16, 8, 1, split=True),
     },
 }
-#: Instead of those on other architectures than Hopper, where they would spill registers. Never timed.
+#: The tiles that replace those above on architectures other than Hopper, where those above would spill registers. These
+#: tiles have never been timed.
 FORWARD_ELSEWHERE = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
 BACKWARD_ELSEWHERE = {
     2: {
@@ -74,10 +75,13 @@ def _choices(table: _Table, elsewhere: _Table, query: Any, value: Any) -> list[d
 
 
 def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
-    """The tiles that the forward template is tried with: one, and under max-autotune those of wider heads too."""
+    """The tiles that the forward template is tried with.
+
+    This is one tile; under max-autotune the tiles of wider heads are tried too.
+    """
     return _choices(FORWARD, FORWARD_ELSEWHERE, query, value)
 
 
 def backward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
-    """The tiles that the backward template is tried with: one, and under max-autotune those of wider heads too."""
+    """The tiles for the backward template, chosen as in ``forward_configs``."""
     return _choices(BACKWARD, BACKWARD_ELSEWHERE, query, value)

@@ -1,9 +1,9 @@
 """mLSTM on CPU tensors as blocked dense math, forward and backward.
 
-Runs on the forward and the backward graph after AOTAutograd, where ``gradfuse::mlstm_tiles`` and its backward stand as two
-nodes. Each becomes ordinary ATen ops over a block of queries and a segment of keys, in loops over the blocks and over the
-segments up to the diagonal, which Inductor turns into C++. Memory is linear in the length; nothing is added in place or by
-atomics, so results are deterministic always.
+This pass runs on the forward graph and on the backward graph after AOTAutograd, in which ``gradfuse::mlstm_tiles`` and its
+backward are two nodes. Each node becomes ATen ops on a block of queries and a segment of keys, in loops over the blocks and
+over the segments up to the diagonal. Inductor compiles them to C++. The memory is linear in the length. No op adds in place
+or by atomics, so the results are always deterministic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rewrite(gm: GraphModule, options: Options) -> None:
             if node.args[0].meta["val"].device.type == "cpu":
                 where = user_line(node)
                 _expand(gm, node, function)
-                record(NAME, name, "blocked dense math", f"CPU, blocks of {QUERY_BLOCK} rows", where)
+                record(NAME, name, "blocked dense math", f"the tensors are on a CPU; a block has {QUERY_BLOCK} rows", where)
 
 
 def _expand(gm: GraphModule, node: Node, function: Callable[..., Any]) -> None:
@@ -52,7 +52,7 @@ def _expand(gm: GraphModule, node: Node, function: Callable[..., Any]) -> None:
 
 
 def _loops(query: Tensor) -> tuple[QueryBlocks, KeySegments, list[Tensor]]:
-    """The blocks of rows, the segments of columns, and for each block the segments up to its last row."""
+    """The blocks of rows, the segments of columns, and for each block the segments up to its last row (as ``visits``)."""
     length, device = query.shape[2], query.device
     blocks = QueryBlocks(length, device)
     keys = KeySegments(length, 1, 1, device)
@@ -64,18 +64,21 @@ def _loops(query: Tensor) -> tuple[QueryBlocks, KeySegments, list[Tensor]]:
 
 
 def _visible(rows: Tensor, row_ok: Tensor, columns: Tensor, real: Tensor | None) -> Tensor:
-    """Which elements [rows, columns] of a tile are on or below the diagonal, and are there at all."""
+    """The elements [rows, columns] of a tile that are on or below the diagonal and that are not padding."""
     visible = (columns <= rows[:, None]) & row_ok[:, None]
     return visible if real is None else visible & real
 
 
-# ---------------------------------------------------------------- what is traced
+# ---------------------------------------------------------------- the functions that are traced
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """``ops.mlstm_tiles.mlstm_tiles``, to be traced, never run eagerly; rest: what the norm takes, then scale."""
+    """``mlstm.tiles_op.mlstm_tiles``, with its operands and results. It is traced, and never run eagerly.
+
+    rest: floor, the operands of the norm, and scale.
+    """
     floor, norm_weight, norm_bias, *numbers, scale = rest
     kind = wide(query.dtype)
     blocks, keys, visits = _loops(query)
@@ -118,7 +121,7 @@ def backward(
     scale: float,
     has_max_term: bool,
 ) -> tuple[Tensor, ...]:
-    """``ops.mlstm_tiles.mlstm_tiles_backward``, to be traced, never run eagerly."""
+    """``mlstm.tiles_op.mlstm_tiles_backward``, with its operands and results. It is traced, and never run eagerly."""
     kind = wide(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -132,7 +135,8 @@ def backward(
         of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term)
         to_columns = of_log
         if has_max_term:
-            # Not a scatter: Inductor's would add by atomics. Padded rows have nothing to add, padded columns are not kept.
+            # This is not a scatter, because Inductor's scatter would add by atomics. Padded rows add zero, and padded
+            # columns are dropped.
             to_columns = of_log + torch.where(max_index[..., None] == columns, through_max[..., None], 0)
         added = (of_key, of_value, to_columns.sum(-2)[..., None])
         sums = [keys.add(whole, part, columns) for whole, part in zip((dk, dv, of_columns), added, strict=True)]

@@ -1,7 +1,7 @@
 """Lowerings of ``gradfuse::mlstm_tiles`` and its backward onto ``mlstm_forward.py.jinja`` and ``mlstm_backward.py.jinja``.
 
-For dtypes and widths that the templates do not take the op's eager code runs, in blocks of rows. (On CPU tensors
-``mlstm/cpu.py`` has replaced the ops before.)
+For dtypes and widths that the templates do not support, the eager code of the op runs, in blocks of rows. On CPU tensors
+``mlstm/cpu.py`` has already replaced the ops.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .configs import backward_configs, forward_configs
 from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tiles_backward
 
 NAME = "mlstm"
-#: The path of a decision for the op's own code.
+#: The path of a decision for the eager code of the op.
 BLOCKS = "blocks of rows"
-#: Widest head of queries, keys or values that the templates hold in registers, by the size of an element in bytes.
+#: The widest head of queries, keys or values that the templates can hold in registers, by the size of an element in bytes.
 WIDEST = {2: 512, 4: 256}
 
 
@@ -47,16 +47,16 @@ _backward = make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
-    """Why operands cannot go to the templates, or None where they can."""
+    """The reason why the templates do not support these operands, or None if they do."""
     dtype = query.get_dtype()
     reason = needs_triton(query)
     if reason is not None:
         return reason
     if dtype not in kernels.SUPPORTED_DTYPES:
-        return f"dtype {dtype}"
+        return f"dtype {dtype} has no kernel"
     widest, widths = WIDEST[dtype.itemsize], [V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value)]
     if max(widths) > widest:
-        return f"head widths {widths}, over {widest}"
+        return f"the head widths of queries and values are {widths}; the kernels take at most {widest}"
     return None
 
 
@@ -95,7 +95,7 @@ def _none(device: torch.device) -> Any:
 
 
 def lower_forward(*operands: Any) -> Any:
-    """The replacement of ``mlstm_tiles``; its results are that op's."""
+    """Lower ``mlstm_tiles`` to its kernel. The operands and results are those of the op."""
     given = ForwardOperands(*operands)
     device = given.query.get_device()
     rows = [require_contiguous(x) for x in (given.log_weight, given.log_max, given.floor)]
@@ -122,12 +122,13 @@ def lower_forward(*operands: Any) -> Any:
         NORM_EPS=given.norm_eps,
         **_template_options(query, value, given.scale),
     )
-    record(NAME, "mlstm", "mlstm_forward.py.jinja", f"query {tuple(query.get_size())}", user_line(V.graph.current_node))
+    note = f"the query has the shape {tuple(query.get_size())}"
+    record(NAME, "mlstm", "mlstm_forward.py.jinja", note, user_line(V.graph.current_node))
     return out, *written
 
 
 def lower_backward(*operands: Any) -> Any:
-    """The replacement of ``mlstm_tiles_backward``; its results are that op's."""
+    """Lower ``mlstm_tiles_backward`` to its kernel. The operands and results are those of the op."""
     given = BackwardOperands(*operands)
     rows = [require_contiguous(x) for x in given[4:9]]
     query, key, value, grad, *rows = realize([*given[:4], *rows])
@@ -143,7 +144,8 @@ def lower_backward(*operands: Any) -> Any:
         **_template_options(query, value, given.scale),
     )
     grad_query, grad_value, of_rows, of_columns = written
-    record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", "two passes, no atomics", user_line(V.graph.current_node))
+    note = "the kernel takes two passes and uses no atomics"
+    record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", note, user_line(V.graph.current_node))
     return grad_query, grad_key, grad_value, of_rows, of_columns
 
 

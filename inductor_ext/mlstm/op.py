@@ -1,4 +1,4 @@
-"""mLSTM, xLSTM's matrix memory in its parallel form, with its headwise layer norm (Beck et al., xLSTM, 2024).
+"""mLSTM, the matrix memory of xLSTM, in its parallel form and with its headwise layer norm (Beck et al., xLSTM, 2024).
 
     F_t  = cumsum(logsigmoid(f))_t
     D_ts = F_t - F_s + i_s        for s <= t, -inf otherwise
@@ -6,16 +6,17 @@
     C_ts = scale (q_t . k_s) exp(D_ts - m_t)
     n_t  = max(|sum_s C_ts|, exp(-m_t)) + eps
     h_t  = sum_s C_ts v_s / n_t
-    y_t  = layer_norm(h_t) (1 + w) + b          over the value width, head by head
+    y_t  = layer_norm(h_t) (1 + w) + b          over the value width, for each head
 
-F_t cancels in ``D_ts - m_t = g_s - M_t`` with ``g = i - F`` and ``M = cummax(g)``: two scans over the gates give the maximum
-of every row before any score is known, so nothing is rescaled on the way. They are kept in float64, because F grows to
-thousands where its differences matter to 1e-6.
+F_t cancels in ``D_ts - m_t = g_s - M_t`` with ``g = i - F`` and ``M = cummax(g)``. So two scans over the gates give the
+maximum of every row before any score is known, and sums are never rescaled on the way. g and M are kept in float64, because
+F grows to thousands while its differences matter to 1e-6.
 
-The gradient is autograd's of these formulas for every eps, in which the normaliser leaves one number a row. With
-``delta = dh . h``, and where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``; through
-m, ``-delta eps / n`` goes to the s of the maximum. Behind a layer norm delta is ``Dv c2 norm_eps rstd^2`` (c2 the mean of
-dy (1 + w) times the normalised h), zero for norm_eps = 0: the norm does not see the scale of h.
+The gradient is the one that autograd computes for these formulas, for every eps. In it the normaliser leaves one number per
+row. Let ``delta = dh . h``. Where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``.
+Through m, ``-delta eps / n`` goes to the s of the maximum. Behind a layer norm, delta is ``Dv c2 norm_eps rstd^2``, where c2
+is the mean of dy (1 + w) times the normalised h. It is zero for norm_eps = 0, because the norm then does not depend on the
+scale of h.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def mlstm_reference(
     norm_eps: float = 1e-6,
     scale: float | None = None,
 ) -> Tensor:
-    """The formula, with its S x S tensors; operands and result as for ``mlstm``."""
+    """The formula, computed with its S x S tensors. The operands and the result y are those of ``mlstm``."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     length = query.shape[-2]
     decay = F.logsigmoid(forget_gate).cumsum(-1)
@@ -83,15 +84,18 @@ def mlstm(
     scale: float | None = None,
     return_states: bool = False,
 ) -> Any:
-    """The mLSTM cell in its parallel form with its headwise layer norm; memory is linear in the length.
+    """The mLSTM cell in its parallel form with its headwise layer norm. Its memory is linear in the length.
 
-    query, key [B, N, S, D], value [B, N, S, Dv], all of one floating dtype; input_gate, forget_gate [B, N, S], before any
-    activation, of any floating dtype; norm_weight (0 is the identity) and norm_bias [N, Dv] or [N * Dv]. scale is
-    1 / sqrt(D) by default and must be positive. Returns y [B, N, S, Dv] in the dtype of value; with ``return_states``
-    ``(y, (h, n, m))``: h as y, with a gradient; n and m [B, N, S] in fp32 (float64 for float64), without.
+    query, key: [B, N, S, D], and value: [B, N, S, Dv], all of one floating dtype. input_gate, forget_gate: [B, N, S], before
+    any activation, of any floating dtype. norm_weight and norm_bias: [N, Dv] or [N * Dv]; a norm_weight of 0 is the
+    identity. scale: 1 / sqrt(D) by default; it must be positive.
 
-    Compiled with gradfuse on a GPU it runs as fused kernels; without, in blocks of rows. Raises ValueError for operands
-    whose shapes or dtypes do not fit.
+    Returns y [B, N, S, Dv] in the dtype of value. With ``return_states`` it returns ``(y, (h, n, m))``: h is like y and has
+    a gradient; n and m are [B, N, S] in fp32 (float64 for float64) and have none. Raises ValueError for operands whose
+    shapes or dtypes do not fit.
+
+    Compiled with gradfuse on a GPU it runs as fused kernels. Otherwise it runs in blocks of rows. The formula is in the
+    docstring of ``inductor_ext/mlstm/op.py`` (Beck et al., xLSTM, 2024).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, scale)
@@ -157,7 +161,7 @@ def _check(
 
 
 def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``g``, ``M``, the index of the maximum M (int32), all [B, N, S], and ``exp(-m)``; all but the index are float64."""
+    """``g``, ``M``, the index of the maximum M, and ``exp(-m)``, all [B, N, S]. The index is int32, and the others float64."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
     log_weight = input_gate.double() - decay
     log_max, max_index = log_weight.cummax(-1)
@@ -177,7 +181,7 @@ def decomposed(
     norm_eps: float,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """The op ``gradfuse::mlstm`` as scans of the gates and the op ``gradfuse::mlstm_tiles``: its decomposition."""
+    """The decomposition of the op ``gradfuse::mlstm``: the scans of the gates, and the op ``gradfuse::mlstm_tiles``."""
     log_weight, log_max, max_index, floor = gate_scans(input_gate, forget_gate)
     floor = floor.to(wide(query.dtype))
     operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
@@ -198,7 +202,7 @@ def mlstm_op(
     norm_eps: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, index of M."""
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, and the index of M."""
     return decomposed(
         query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, eps, norm_eps, scale
     )  # fmt: skip
@@ -245,7 +249,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
         None if dtype is None else term.sum((0, 2)).to(dtype)
         for dtype, term in zip(ctx.weight_dtypes, (grad * hidden, grad), strict=True)
     )
-    # grad_hidden * rstd is the gradient of h, and delta * rstd its dot product with h.
+    # grad_hidden * rstd is the gradient of h. delta * rstd is the dot product of that gradient with h.
     grad_hidden, delta = grad, None
     if ctx.norm:
         scaled = grad if weight is None else grad * (1 + weight.to(kind)[:, None])

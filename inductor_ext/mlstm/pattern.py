@@ -1,8 +1,9 @@
-"""Is this matmul the last of an mLSTM in its plain form? (mlstm/op.py has the formulas.)
+"""Recognise whether a matmul is the last one of an mLSTM in its plain form (mlstm/op.py has the formulas).
 
-``find`` walks backwards from ``C @ v`` over Dynamo's graph. Every step is one line of the formula, tolerant of how it is
-spelt (method or function, views, the order of factors, where the scale and the division stand). What does not fit raises
-``NotMLSTM`` with the reason, once scores times a stabilised exponential show that an mLSTM may be meant.
+``find`` walks backwards from ``C @ v`` over Dynamo's graph. Every step recognises one line of the formula. It accepts
+different spellings: method or function, views, the order of factors, and where the scale and the division stand. Once there
+is a product of scores and a stabilised exponential, the code may be meant as an mLSTM. From there on, a part that does not
+fit raises ``NotMLSTM`` with the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..core.terms import Term, arg, binary, is_one, is_tensor, number, op, shape
 
 
 class NotMLSTM(Exception):
-    """Something that looks like mLSTM is not; the text says what."""
+    """Code that looks like an mLSTM is not one. The text says which part does not fit."""
 
 
 @dataclass
 class Cell:
-    """The operands of the op, and the nodes of the plain form that hold S x S numbers or a number a row."""
+    """The operands of the op, and ``inside``, the nodes of the plain form that hold S x S numbers or one number per row."""
 
     query: Node
     key: Node
@@ -35,7 +36,10 @@ class Cell:
 
 
 def find(product: Node) -> Cell | None:
-    """The cell whose h ``product`` computes (a matmul, or its quotient), None if nothing here is an mLSTM's."""
+    """The cell whose h is computed by ``product`` (a matmul, or its quotient). It is None if this is no mLSTM.
+
+    Raises NotMLSTM if it looks like an mLSTM but is not one.
+    """
     inside: set[Node] = set()
     combined, value, normaliser = _parts(product, inside)
     if combined is None:
@@ -83,7 +87,7 @@ def _factors(combined: Any) -> tuple[Any, Any]:
 
 
 def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
-    """D and the node of its row maximum, of ``D - max(D, -1, keepdim=True)``."""
+    """D, and the node of its row maximum, in ``D - max(D, -1, keepdim=True)``."""
     if not binary(difference, "sub"):
         return None, None
     log_weights, row_max = difference.args
@@ -105,7 +109,7 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
 
 
 def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
-    """i and f of ``D_ts = F_t - F_s + i_s``, masked where s > t."""
+    """i and f in ``D_ts = F_t - F_s + i_s``, which is masked where s > t."""
     rank = len(shape(log_weights))
     masks = []
 
@@ -126,7 +130,7 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
     if not masks:
         raise NotMLSTM("the exponent is not masked by a causal mask that is built here")
     if len(decays) != 2 or len(rest) != 1 or decays[0].base is not decays[1].base:
-        raise NotMLSTM(f"the exponent has {len(parts)} terms and not F_t - F_s + i_s")
+        raise NotMLSTM(f"the exponent has {len(parts)} terms that are not F_t - F_s + i_s")
     signs = {_direction(t): t.sign for t in decays}
     if signs != {"row": 1, "column": -1} or _direction(rest[0]) != "column" or rest[0].sign != 1:
         raise NotMLSTM("the terms of the exponent are not F_t - F_s + i_s")
@@ -139,7 +143,10 @@ def _is_column(node: Node, matrix: Node) -> bool:
 
 
 def _direction(term: Term) -> str:
-    """Whether a term lies along the rows or the columns of the matrix, its batch and head dims in place."""
+    """Whether a term lies along the rows or the columns of the matrix: "row", "column" or "neither".
+
+    Its batch and head dims must be those of the matrix; otherwise this raises NotMLSTM.
+    """
     if any(term.starts):
         raise NotMLSTM("a gate's positions are shifted")
     if any(d not in (None, at) for at, d in enumerate(term.dims[:-2])):
@@ -149,7 +156,7 @@ def _direction(term: Term) -> str:
 
 
 def _masked_sum(node: Node) -> Node | None:
-    """What stands in ``node`` where s <= t, if it is -inf elsewhere."""
+    """The tensor that ``node`` contains where s <= t, if ``node`` is -inf elsewhere; None if ``node`` is not masked."""
     if op(node) == "where" and is_tensor(node.args[1]) and _is_minus_infinity(node.args[2]):
         condition, kept, negated = node.args[0], node.args[1], False
     elif op(node) == "masked_fill" and _is_minus_infinity(node.args[2]):
@@ -204,7 +211,7 @@ def _compares_positions(node: Node, negated: bool) -> bool:
 
 
 def _forget_gate(decay: Node) -> Node:
-    """f of ``cumsum(logsigmoid(f))`` over its positions."""
+    """f in ``cumsum(logsigmoid(f))``, a sum over the positions."""
     inner, dim = arg(decay, 0, "input"), arg(decay, 1, "dim")
     sizes = shape(decay)
     positions = len(sizes) - 2 if len(sizes) == 4 else len(sizes) - 1
@@ -213,7 +220,7 @@ def _forget_gate(decay: Node) -> Node:
     while op(inner) in ("float", "double", "to", "contiguous"):
         inner = inner.args[0]
     if op(inner) != "logsigmoid":
-        raise NotMLSTM("what is summed up is not logsigmoid of the forget gate")
+        raise NotMLSTM("the cumulative sum is not over logsigmoid of the forget gate")
     gate = inner.args[0]
     while op(gate) in ("float", "double") and gate.args[0].meta["example_value"].is_floating_point():
         gate = gate.args[0]
@@ -221,11 +228,11 @@ def _forget_gate(decay: Node) -> Node:
 
 
 def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> float:
-    """eps of ``max(|sum C|, exp(-m)) + eps``."""
+    """eps in ``max(|sum C|, exp(-m)) + eps``."""
     eps = 0.0
     inside.add(node)
     if not is_tensor(node) or not _is_column(node, combined):
-        raise NotMLSTM("the normaliser is not one number a row, [..., S, 1]")
+        raise NotMLSTM("the normaliser is not one number per row, [..., S, 1]")
     if binary(node, "add"):
         numbers = [number(a) for a in node.args if not is_tensor(a)]
         if len(numbers) != 1 or numbers[0] is None:
@@ -252,7 +259,7 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
 
 
 def _rows(node: Node) -> Node:
-    """The base of a view [B, N, S, 1] of numbers a row, every dim in place."""
+    """The base of a view [B, N, S, 1] that has one number per row, and that moves no dim."""
     view = view_of(node)
     if any(d not in (None, at) for at, d in enumerate(view.dims)) or any(view.starts):
         raise NotMLSTM("the numbers of a row are moved before they are used")
@@ -260,7 +267,7 @@ def _rows(node: Node) -> Node:
 
 
 def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
-    """q, k and the scale of ``scale (q @ k^T)``, wherever the scale stands."""
+    """q, k and the scale in ``scale (q @ k^T)``. The scale may be applied to any of the factors."""
     product, scale = _unscaled(node, inside)
     if op(product) != "matmul":
         raise NotMLSTM("the scores are not a product of queries and keys")
@@ -276,7 +283,7 @@ def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
 
 
 def _unscaled(node: Any, inside: set[Node]) -> tuple[Any, float]:
-    """A node without its factors that are Python numbers, and their product."""
+    """``node`` without its factors that are Python numbers, and the product of these factors."""
     scale = 1.0
     while binary(node, "mul") or binary(node, "div"):
         factors = [a for a in node.args if is_tensor(a)]

@@ -1,7 +1,7 @@
-"""mLSTM in its plain form, on Dynamo's graph: recognised (mlstm/pattern.py) and replaced by ``gradfuse::mlstm``.
+"""Replace an mLSTM in its plain form on Dynamo's graph by ``gradfuse::mlstm``. ``mlstm/pattern.py`` recognises the form.
 
-The headwise norm that follows, as ``group_norm`` over heads or ``layer_norm`` over the value width, joins the op. Whatever
-else uses an S x S tensor of the plain form, or a row's maximum or normaliser, keeps it as it is written.
+A headwise norm that follows becomes a part of the op: ``group_norm`` over heads, or ``layer_norm`` over the value width. If
+another op uses an S x S tensor of the plain form, or the maximum or the normaliser of a row, the plain form stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _AUTOCAST = "_enter_autocast"
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:
-    """Replace, in place, every mLSTM in plain form by the op."""
+    """Replace, in place, every mLSTM in plain form by the op.
+
+    Raises Refused under ``options.strict`` for code that looks like an mLSTM and is left to stock.
+    """
     changed = False
     for node in list(gm.graph.nodes):
         if op(node) not in ("matmul", "div") or not is_tensor(node):
@@ -42,13 +45,13 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
         changed = True
     if changed:
-        # AOTAutograd drops what is left of the plain form. Dead code elimination here would drop in-place ops too.
+        # AOTAutograd removes the rest of the plain form. Dead code elimination at this point would also remove in-place ops.
         gm.graph.lint()
         gm.recompile()
 
 
 def _check(product: Node, cell: Cell) -> None:
-    """Raise NotMLSTM where the op could not take the place of the cell."""
+    """Raise NotMLSTM if the op cannot replace the cell."""
     for node in cell.inside:
         outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u)]
         if outside:
@@ -76,7 +79,7 @@ def _check(product: Node, cell: Cell) -> None:
 
 
 def _ignores_values(user: Node) -> bool:
-    """Whether a user reads only a shape, or is an unused part of a result (the places of ``max``)."""
+    """Whether ``user`` reads only a shape, or is a part of a result that is not used (the indices of ``max``)."""
     return reads_shape(user) or (op(user) == "getitem" and not user.users)
 
 
@@ -93,7 +96,10 @@ def _gate_shape(gate: Node) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A headwise norm: the node that computes it, over groups of [B * S, N * Dv] or over the last dim of h."""
+    """A headwise norm: the node that computes it, and its operands.
+
+    by_group: whether it is computed over groups of [B * S, N * Dv]; otherwise it is over the last dim of h.
+    """
 
     node: Node
     by_group: bool
@@ -115,7 +121,7 @@ def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
     fused.meta = dict(last.meta)
     fused.meta["stack_trace"] = product.meta.get("stack_trace")
     last.replace_all_uses_with(fused)
-    return "no headwise norm follows" if norm is None else "its headwise norm included"
+    return "no headwise norm follows" if norm is None else "its headwise norm is included"
 
 
 def fused_cell(
@@ -133,7 +139,7 @@ def fused_cell(
     norm_eps: float = 0.0,
     by_group: bool = False,
 ) -> Tensor:
-    """What a recognised cell computes, and its norm: weight and bias are the norm's own, of one head or of all."""
+    """The result of a recognised cell and its norm. weight and bias are those of the norm, for one head or for all heads."""
     batch, heads, length, _ = query.shape
     gates = (gate.reshape(batch, heads, length) for gate in (input_gate, forget_gate))
     affine = (_of_heads(x, heads, value.shape[-1]) for x in (weight, bias))
@@ -151,7 +157,7 @@ def _of_heads(vector: Tensor | None, heads: int, width: int) -> Tensor | None:
 
 
 def _headwise_norm(hidden: Node) -> _Norm | None:
-    """The norm over each head's value width that is all that ``hidden`` [B, N, S, Dv] is used for."""
+    """The norm over the value width of each head, if no other op uses ``hidden`` [B, N, S, Dv]; None otherwise."""
     _, heads, _, width = shape(hidden)
     node = _only_user(hidden)
     if op(node) == "layer_norm":

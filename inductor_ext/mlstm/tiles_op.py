@@ -1,7 +1,7 @@
-"""The two parts of mLSTM that are quadratic in the length (mlstm/op.py has the formulas), eager: in blocks of rows.
+"""The two parts of mLSTM that are quadratic in the length (mlstm/op.py has the formulas), as eager code in blocks of rows.
 
-Compiled they are the kernels of ``templates/mlstm/`` on a GPU, and
-loops over tiles of these same functions on a CPU (``mlstm/cpu.py``).
+Compiled for a GPU they are the kernels of ``templates/mlstm/``. Compiled for a CPU they are loops over tiles that use the
+functions of this file (``mlstm/cpu.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ForwardOperands(NamedTuple):
-    """The operands of ``mlstm_tiles``, in its order."""
+    """The operands of ``mlstm_tiles``, in the order of its signature."""
 
     query: Any
     key: Any
@@ -30,7 +30,7 @@ class ForwardOperands(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """The operands of ``mlstm_tiles_backward``, in its order."""
+    """The operands of ``mlstm_tiles_backward``, in the order of its signature."""
 
     query: Any
     key: Any
@@ -45,17 +45,17 @@ class BackwardOperands(NamedTuple):
     has_max_term: bool
 
 
-#: Rows of a block: eager memory is O(BLOCK * S) a head.
+#: The number of rows in a block. The eager code needs O(BLOCK * S) memory per head.
 BLOCK = 128
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and of numbers a row: fp32, float64 for float64."""
+    """The dtype of sums and of numbers per row: fp32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def rows_like(query: Tensor, width: int) -> Tensor:
-    """An empty tensor [B, N, S, width] with heads inside of positions in memory where ``query`` has them so."""
+    """An empty tensor [B, N, S, width]. Each position holds all its heads in memory if this is so in ``query``."""
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
         return query.new_empty((batch, length, heads, width)).transpose(1, 2)
@@ -63,7 +63,7 @@ def rows_like(query: Tensor, width: int) -> Tensor:
 
 
 def weights_of(log_weight: Tensor, log_row: Tensor, visible: Tensor, scale: float, kind: torch.dtype) -> Tensor:
-    """``scale exp(g_s - log_row_t)`` of a tile [B, N, rows, columns], 0 where it is not visible ([rows, columns])."""
+    """``scale exp(g_s - log_row_t)`` of a tile [B, N, rows, columns]. It is 0 where ``visible`` [rows, columns] is false."""
     exponents = log_weight[..., None, :] - log_row[..., None]
     return torch.where(visible, scale * torch.exp(exponents.to(kind)), 0)
 
@@ -78,7 +78,10 @@ def normalised_rows(
     eps: float,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, the normalised h and rstd of rows whose ``sum_s C v`` [B, N, rows, Dv] and ``sum_s C`` [B, N, rows] are given."""
+    """out, the normalised h and rstd of some rows.
+
+    hidden: ``sum_s C v`` of the rows, [B, N, rows, Dv]. row_sum: ``sum_s C`` of the rows, [B, N, rows].
+    """
     hidden = hidden / (torch.maximum(row_sum.abs(), floor) + eps)[..., None]
     rstd = torch.ones_like(row_sum)
     if norm:
@@ -96,14 +99,14 @@ def normalised_rows(
 def tile_gradients(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, weights: Tensor, term: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a tile adds to the gradients of query, key and value, and the tile of the gradient of log C."""
+    """The terms that a tile adds to the gradients of query, key and value, and the tile of the gradient of log C."""
     scores = query @ key.mT
     grad_scores = weights * (grad @ value.mT + term[..., None])
     return grad_scores @ key, grad_scores.mT @ query, (weights * scores).mT @ grad, scores * grad_scores
 
 
 def _visible(rows: slice, device: torch.device) -> Tensor:
-    """Which of the columns up to the last row each of the rows sees."""
+    """The columns that each row sees, of the columns up to the last row: bool [rows, columns]."""
     return torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=device).tril(rows.start)
 
 
@@ -128,10 +131,12 @@ def mlstm_tiles(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``C_ts = scale (q_t . k_s) exp(g_s - M_t)`` for s <= t, its row sums, h and its layer norm.
 
-    query, key [B, N, S, D], value [B, N, S, Dv]; log_weight g and log_max M [B, N, S] float64; floor [B, N, S], the least
-    value of the normaliser before eps is added; norm_weight, norm_bias [N, Dv]. Returns out [B, N, S, Dv] (h itself unless
-    ``norm``), the normalised h if weight or bias make it differ from out (else empty), and two numbers a row [B, N, S]
-    in fp32 (float64 for float64): sum_s C, and the norm's 1 / standard deviation (1 unless ``norm``).
+    query, key: [B, N, S, D], and value: [B, N, S, Dv]. log_weight (g) and log_max (M): [B, N, S] float64. floor: [B, N, S],
+    the smallest value of the normaliser before eps is added. norm_weight, norm_bias: [N, Dv].
+
+    Returns out [B, N, S, Dv], which is h itself unless ``norm``; the normalised h if weight or bias make it differ from out,
+    else an empty tensor; and two numbers per row, [B, N, S] in fp32 (float64 for float64): sum_s C, and 1 / standard
+    deviation of the norm (1 unless ``norm``).
     """
     kind = wide(query.dtype)
     out, row_sum = rows_like(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=kind)

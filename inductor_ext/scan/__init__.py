@@ -1,1 +1,1 @@
-"""associative_scan over any pytree."""
+"""Kernels and gradients for associative_scan over any pytree."""

@@ -1,4 +1,7 @@
-"""associative_scan along dim 0 of flat leaves: in one scan, or in two levels where few long rows would leave a GPU idle."""
+"""associative_scan along dim 0 of flat leaves.
+
+It is one scan. If there are only few long rows, which would leave most of a GPU idle, it is a scan in two levels.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop
 from ..torch_api.sizes import size_hint
 
-#: Times a chunk: as much as Inductor scans in one tile.
+#: The number of times in a chunk. Inductor scans that many in one tile.
 CHUNK = 1024
-#: From this many channels on, whole rows fill a GPU; from this many chunks on, two levels are worth their three kernels.
+#: With this many channels or more, whole rows fill a GPU. With this many chunks or more, two levels are worth their three
+#: kernels.
 FEW_CHANNELS = 512
 FEWEST_CHUNKS = 4
 
 
 def in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """``change(x, 0)``, which changes a tensor along a dim, with a result in the memory order of ``x``.
+    """``change(x, 0)``, with a result in the memory order of ``x``. ``change(x, dim)`` changes a tensor along a dim.
 
-    torch and Inductor would lay the result out with dim 0 outermost, and copy it where the user's tensors are not so.
+    torch and Inductor would lay the result out with dim 0 outermost, and would copy it if the user's tensors have another
+    order.
     """
     strides = [size_hint(s) or 0 for s in x.stride()]
     order = sorted(range(x.dim()), key=lambda d: strides[d], reverse=True)
@@ -33,7 +38,7 @@ def in_memory_order(x: Tensor, change: Callable[[Tensor, int], Tensor]) -> Tenso
 
 
 def padded(x: Tensor, before: int, after: Any) -> Tensor:
-    """``x`` [T, ...] with zeros before and after it along dim 0."""
+    """``x`` [T, ...] with ``before`` zeros in front of it and ``after`` zeros behind it along dim 0."""
     return in_memory_order(x, lambda y, d: torch.nn.functional.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after]))
 
 
@@ -43,12 +48,12 @@ def backwards(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` [T, ...] as ``dtype``."""
+    """``x`` [T, ...] as ``dtype``, in the memory order of ``x``."""
     return x if x.dtype is dtype else in_memory_order(x, lambda y, _: y.to(dtype))
 
 
 def first_of_all(x: Tensor, reverse: bool = False) -> Tensor:
-    """True at what a scan of ``x`` [T, ...] along dim 0 takes first; [T, 1, ...]."""
+    """A mask, bool [T, 1, ...], of the time that a scan of ``x`` [T, ...] along dim 0 reads first."""
     first = x.shape[0] - 1 if reverse else 0
     return (torch.arange(x.shape[0], device=x.device) == first).reshape(-1, *[1] * (x.dim() - 1))
 
@@ -61,7 +66,7 @@ def associative(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tens
 
 
 def _long_and_few(xs: Sequence[Tensor]) -> bool:
-    """Whether to scan in chunks. Stock does so itself for one leaf, by look-back."""
+    """Whether to scan in chunks. For one leaf, stock scans in chunks itself, by look-back."""
     if len(xs) == 1 or not (xs[0].is_cuda or uses_triton_on_cpu()):
         return False
     length, *channels = (size_hint(n) for n in xs[0].shape)
@@ -69,7 +74,7 @@ def _long_and_few(xs: Sequence[Tensor]) -> bool:
 
 
 def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Chunks by themselves, then their totals, then what comes before a chunk into each of its elements.
+    """Scan each chunk, then the totals of the chunks, and combine the total before a chunk with each of its elements.
 
     Half precision is scanned in fp32, as within one kernel, and rounded at the end.
     """
@@ -81,7 +86,7 @@ def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[T
         return [y.to(x.dtype) for x, y in zip(xs, results, strict=True)]
 
     count = (length + CHUNK - 1) // CHUNK
-    # What is put after the end reaches no element before it.
+    # The padding after the end has no effect on the elements before it.
     chunks = [padded(x, 0, count * CHUNK - length).unflatten(0, (count, CHUNK)).transpose(0, 1) for x in xs]
     inside = associative_scan_hop(wide, chunks, ())
     totals = associative(wide, [y[-1] for y in inside])

@@ -1,4 +1,7 @@
-"""``y_t = x_t + c_t y_{t-1}``: what the gradient of every scan is, and gated recurrences themselves."""
+"""The linear recurrence ``y_t = x_t + c_t y_{t-1}``.
+
+The gradient of every scan is such a recurrence, and a gated recurrence is one itself.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from torch import Tensor
 
 from ..core import channels
 
-#: Fewer rows along time, a warp each, do not fill a GPU.
+#: Fewer rows along time do not fill a GPU, because each row is scanned by one warp.
 FEWEST_ROWS = 512
 
 
 def accumulator(coefficients: Any, inputs: Any) -> torch.dtype:
-    """The dtype that the op computes in, for tensors (or Inductor's) with a ``dtype``."""
+    """The dtype that the op computes in. The operands are tensors, or Inductor's IR: anything that has a ``dtype``."""
     wide = torch.promote_types(inputs.dtype, torch.float32)
     return wide if coefficients is None else torch.promote_types(wide, coefficients.dtype)
 
@@ -25,9 +28,10 @@ def linear_scan(
 ) -> Tensor:
     """``y_t = inputs_t + coefficients_{t-1} y_{t-1}``; if ``reverse``, ``y_t = inputs_t + coefficients_t y_{t+1}``.
 
-    inputs [P, T, L], coefficients [P, T - 1, L] (None for ones), of floating dtypes. Computed in fp32 (float64 if one of
-    them is) and rounded to ``dtype``; the result is contiguous, of ``shape``: T at ``dim``, P and L in one dim or several
-    before and behind. So it has the dims of what uses it, and Inductor puts that into the same kernel.
+    inputs: [P, T, L]. coefficients: [P, T - 1, L], or None for ones. Both have floating dtypes. The op computes in fp32
+    (in float64 if one of them is float64) and rounds to ``dtype``. The result is contiguous and has the shape ``shape``: T
+    is at ``dim``, and P and L are one dim or several dims before and behind it. So the result has the dims of the ops that
+    use it, and Inductor puts these ops into the same kernel.
     """
     wide = accumulator(coefficients, inputs)
     out = torch.empty(inputs.shape, dtype=wide, device=inputs.device)
@@ -50,7 +54,7 @@ def _(coefficients: Tensor | None, inputs: Tensor, shape: list[int], dim: int, r
 def supported(x: Tensor) -> bool:
     """Whether the op's kernel should scan ``x`` [T, ...] along dim 0.
 
-    It should over many channels that lie next to each other, and along many rows.
+    It should if there are enough channels that lie next to each other in memory, or, where time is innermost, enough rows.
     """
     if not channels.runs_kernels(x) or not x.is_floating_point() or x.dim() < 2 or x.shape[0] < 2:
         return False
@@ -58,7 +62,10 @@ def supported(x: Tensor) -> bool:
 
 
 def scanned(coefficients: Tensor | None, inputs: Tensor, reverse: bool, dtype: torch.dtype) -> Tensor:
-    """``linear_scan`` of tensors of any rank, [T - 1, ...] and [T, ...] of one shape otherwise."""
+    """``linear_scan`` of tensors of any rank: ``coefficients`` [T - 1, ...] and ``inputs`` [T, ...].
+
+    Their other dims have the same sizes. The result has the shape of ``inputs``.
+    """
     split = channels.innermost([inputs])
     factors = None if coefficients is None else channels.slices(coefficients, split)
     shape = channels.unfolded(inputs, split)

@@ -1,4 +1,7 @@
-"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``; elsewhere the op's loop runs."""
+"""Lowering of ``gradfuse::scan_backward`` onto ``scan_backward.py.jinja``.
+
+Where the op is not lowered to the template, its own loop runs.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from ..torch_api.template import make_template
 from .lower_linear import grid
 from .scan_backward import scan_backward
 
-#: Times whose loads are issued together, and how many such groups are in flight at most (benchmarks/NOTES.md).
+#: The loads of UNROLL times are issued together, and at most STAGES such groups are in flight (benchmarks/NOTES.md).
 UNROLL, STAGES = 4, 4
-#: Lanes of a program and its warps, by the size of an element in bytes: a thread copies 4 bytes ahead, or none.
+#: The channels and the warps of a program, by the size of an element in bytes. A thread copies 4 bytes ahead, or none.
 CHANNELS = {4: (64, 2), 2: (64, 1)}
-#: Bytes of shared memory that groups in flight may take.
+#: The groups in flight may take this many bytes of shared memory.
 AHEAD = 2**16
 
 
@@ -45,7 +48,7 @@ def lower(
     driven: Sequence[int],
     reverse: bool,
 ) -> Any:
-    """The replacement of the op; its operands and results are those of ``scan.scan_backward.scan_backward``."""
+    """Lower the op to its kernel. The operands and results are those of ``scan.scan_backward.scan_backward``."""
     device = xs[0].get_device()
     inputs = realize([*ys, *xs, *grads])
     layouts = [node_layout(i) for i in range(len(xs))]

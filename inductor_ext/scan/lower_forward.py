@@ -1,4 +1,7 @@
-"""Lowering of ``gradfuse::scan_forward`` onto ``scan_forward.py.jinja``; elsewhere the op's loop runs."""
+"""Lowering of ``gradfuse::scan_forward`` onto ``scan_forward.py.jinja``.
+
+Where the op is not lowered to the template, its own loop runs.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,19 @@ _template = make_template("gradfuse_scan_forward", grid, load("scan/scan_forward
 
 
 def _tile(leaves: int) -> dict[str, Any]:
-    """Measurements are in benchmarks/NOTES.md. A thread holds two spans of every leaf: fewer times of more leaves."""
+    """The tile for a scan of this many leaves. Measurements are in benchmarks/NOTES.md.
+
+    A thread holds two spans of every leaf, so the spans are shorter if there are more leaves.
+    """
     span = 16 if leaves <= 2 else 8 if leaves <= 4 else 4
     return {"SPANS": 16, "SPAN": span, "BLOCK_L": 16, "num_warps": 8, "num_stages": 1}
 
 
 def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, reverse: bool) -> Any:
-    """The replacement of the op; its operands and results are those of ``scan.scan_forward.scan_forward``.
+    """Lower the op to its kernel. The operands and results are those of ``scan.scan_forward.scan_forward``.
 
-    A result that nothing uses is not stored (None here); into the last one that is used, Inductor may fuse what uses it.
+    A result that no op uses is not stored, and is None here. Inductor may fuse the ops that use the last of the used
+    results into the kernel.
     """
     device = xs[0].get_device()
     inputs = realize(xs)
@@ -61,7 +68,7 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, revers
 
 
 def _tile_dtype(kind: torch.dtype) -> str:
-    """Conditions are scanned as numbers."""
+    """The Triton dtype in which leaves of dtype ``kind`` are scanned. Conditions are scanned as numbers."""
     return "tl.int32" if kind is torch.bool else str(kind).replace("torch", "tl")
 
 

@@ -1,4 +1,7 @@
-"""Lowering of ``gradfuse::linear_scan`` onto ``linear_scan.py.jinja``; elsewhere the op's loop runs."""
+"""Lowering of ``gradfuse::linear_scan`` onto ``linear_scan.py.jinja``.
+
+Where the op is not lowered to the template, its own loop runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from .linear_scan import accumulator, linear_scan
 
 @SymbolicGridFn
 def grid(slices: Any, channels: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    """A program for each ``BLOCK_L`` channels of a slice."""
+    """The grid of the kernels over channels: one program for each ``BLOCK_L`` channels of a slice."""
     return slices * cdiv(channels, meta["BLOCK_L"]), 1, 1
 
 
@@ -28,9 +31,9 @@ def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, 
     return {"BLOCK_T": block_t, "BLOCK_L": block_l, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-#: Measurements are in benchmarks/NOTES.md. Where channels are innermost, by the size of an element in bytes.
+#: The tiles where channels are innermost, by the size of an element in bytes. Measurements are in benchmarks/NOTES.md.
 CHANNELS_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 16, 4, 3), 8: _tile(64, 16, 4, 3)}
-#: Where time is, a warp scans a row, and four warps where there are fewer rows than MANY_ROWS.
+#: The tiles where time is innermost. A warp scans a row; if there are fewer rows than MANY_ROWS, four warps do.
 MANY_ROWS = 2048
 TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1)
 
@@ -43,7 +46,7 @@ def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
 
 
 def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
-    """The replacement of the op; its operands and result are those of ``scan.linear_scan.linear_scan``."""
+    """Lower the op to its kernel. The operands and the result are those of ``scan.linear_scan.linear_scan``."""
     operands = [x for x in realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
     template_options = {

@@ -1,4 +1,4 @@
-"""What a combine_fn reads, and whether it is a gated recurrence."""
+"""Which operands a combine_fn reads, and whether it is a gated recurrence."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from ..core.terms import op
 
 
 def reads(combine: Any, first: int, count: int) -> list[bool]:
-    """Whether each of ``count`` operands from ``first`` on is read; sizes that a graph was handed in vain are not."""
+    """Whether ``combine`` reads each of its ``count`` operands from ``first`` on.
+
+    A graph can have sizes as operands that it does not read. Of anything but a graph, all operands count as read.
+    """
     if not isinstance(combine, GraphModule):
         return [True] * count
     return [bool(x.users) for x in combine.graph.find_nodes(op="placeholder")[first : first + count]]
 
 
 def gated(combine: Any) -> tuple[int, int] | None:
-    """The leaves (a, x) of ``(a1 a2, x1 a2 + x2)``, in whatever order, as the operands; None for anything else."""
+    """The indices of the leaves (a, x) if ``combine`` is the gated recurrence ``(a1 a2, x1 a2 + x2)``; None otherwise.
+
+    The leaves, and the operands of products and sums, may stand in any order.
+    """
     if not isinstance(combine, GraphModule):
         return None
     inputs = combine.graph.find_nodes(op="placeholder")

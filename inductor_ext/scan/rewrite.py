@@ -1,7 +1,8 @@
-"""associative_scan, on Dynamo's graph: the same scan with a gradient that is right.
+"""Replace associative_scan on Dynamo's graph by the same scan with a correct gradient.
 
-In its "pointwise" mode the op's own gradient scans once for every element, and comes back as zero for some leaves (seen with
-the gated recurrence in torch 2.11). In "generic" mode Dynamo expands the op before we see it, and autograd is right.
+In "pointwise" mode the gradient that torch computes for the op scans once for every element, and is zero for some leaves
+(seen with the gated recurrence in torch 2.11). In "generic" mode Dynamo expands the op before the passes see it, and the
+gradient of autograd is correct.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ NAME = "scans"
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:
-    """Replace, in place, every pointwise associative_scan by ``ops.scan.scan``."""
+    """Replace, in place, every pointwise associative_scan by ``scan.scan.scan``."""
     for node in gm.graph.find_nodes(op="call_function", target=associative_scan_hop):
         node.target = scan
         _turn(node)
-        record(NAME, "associative_scan", "scan", "its gradient is one pass back through time", user_line(node))
+        record(NAME, "associative_scan", "scan", "its gradient is computed in one pass backwards in time", user_line(node))
     gm.recompile()
 
 
 def _turn(node: Node) -> None:
-    """Scan what is flipped, and whose results are flipped back, from the end instead; ``reverse=True`` is written so."""
+    """Scan from the end instead of scanning flipped leaves and flipping the results back.
+
+    torch writes ``reverse=True`` with such flips.
+    """
     combine, xs, *additional = node.args
     if not _just_flipped(xs, node) or any(user.target is not operator.getitem for user in node.users) or _changes(node):
         return
@@ -54,7 +58,10 @@ def _turn(node: Node) -> None:
 
 
 def _just_flipped(xs: Sequence[Node], node: Node) -> bool:
-    """Whether ``xs`` are flipped along dim 0 right before ``node``, with nothing between that could change their sources."""
+    """Whether ``xs`` are flipped along dim 0 right before ``node``.
+
+    No node between the flips and ``node`` may be able to change the tensors that are flipped.
+    """
     before = node.prev
     while before.op == "get_attr" or before in xs or (before.all_input_nodes and set(before.all_input_nodes) <= set(xs)):
         before = before.prev
@@ -62,7 +69,10 @@ def _just_flipped(xs: Sequence[Node], node: Node) -> bool:
 
 
 def _changes(node: Node) -> bool:
-    """Whether something made of ``node`` is written to: a flip is a copy, but what a scan returns is saved for backward."""
+    """Whether an op writes in place to something that is computed from ``node``.
+
+    A flip is a copy, and may be written to. The results of a scan may not, because they are saved for the backward.
+    """
     seen: set[Node] = set()
     ahead = [node]
     while ahead:
@@ -74,7 +84,7 @@ def _changes(node: Node) -> bool:
 
 
 def _flipped(node: Node) -> bool:
-    """Whether ``node`` is ``flip`` along dim 0 alone."""
+    """Whether ``node`` is a ``flip`` along dim 0 only."""
     if op(node) != "flip" or node.kwargs:
         return False
     dims = node.args[1:]

@@ -1,15 +1,18 @@
 """``scan(combine, xs)``: associative_scan along dim 0, with a gradient that is itself an associative scan, run backwards.
 
-With ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, ``y_0 = x_0``, and J_t the k x k matrix dc/dy at
-``(y_{t-1}, x_t)``, the gradient of y_t through all that follows is
+The scan is ``y_t = c(y_{t-1}, x_t)`` for k leaves, element by element, with ``y_0 = x_0``. J_t is the k x k matrix dc/dy at
+``(y_{t-1}, x_t)``. The gradient of y_t through all later elements is
 
     lambda_t = g_t + J_{t+1}^T lambda_{t+1},          dx_t = (dc/dx)^T lambda_t,          dx_0 = lambda_0
 
-a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. Entries of J
-that are zero whatever the values (leaves that do not meet) are no leaves of that scan, and leaves that never meet are
-scanned apart. What is put together along time is padded and chosen (pointwise, so that Inductor fuses it into the scan),
-never concatenated. Over many channels, the forward is ``scan_forward.py``'s, a gated one and a group of one leaf are
-``linear_scan.py``'s, leaves that mix ``scan_backward.py``'s.
+This is a linear recurrence: a reverse scan over pairs ``(A, b)`` with ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)``. An
+entry of J that is zero for all values (its two leaves do not interact) is not a leaf of that scan, and groups of leaves that
+do not interact are scanned separately. Tensors are joined along time by padding and ``where``, never by concatenation. These
+ops are pointwise, so Inductor fuses them into the scan.
+
+Over many channels there are special kernels. ``scan_forward.py`` runs the forward, and ``linear_scan.py`` runs the forward
+of a gated recurrence. ``linear_scan.py`` also runs the gradient of a group of one leaf, and ``scan_backward.py`` the
+gradient of leaves that interact.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ from .associative import associative, backwards, cast, first_of_all, padded
 from .linear_scan import scanned, supported
 from .recurrences import gated, reads
 
-#: An entry of the Jacobian that is one by structure.
+#: An entry of the Jacobian that is one for all values.
 _ONE = 1
-#: ∂c_i/∂y_j by (i, j), only where it is not zero by structure.
+#: ∂c_i/∂y_j by (i, j). Entries that are zero for all values are left out.
 _Jacobian = dict[tuple[int, int], Tensor | int]
 
 
 class _Scan(torch.autograd.Function):
-    """combine takes k leaves of the sum so far and k of the next element; xs are k tensors [T, ...] of one shape."""
+    """The scan with its gradient.
+
+    combine: takes the k leaves of the result so far, and then the k leaves of the next element. recurrence: see ``gated``.
+    xs: k tensors [T, ...] of one shape.
+    """
 
     @staticmethod
     def forward(
@@ -51,7 +58,8 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [g for g in grads if g is not None]
-        # What is computed of these alone, the forward would compute and save in their place.
+        # Make the saved tensors depend on the given gradients. Otherwise the forward would compute what depends on the
+        # saved tensors only, and save that in their place.
         saved = [depend(x, given) for x in ctx.saved_tensors]
         xs, ys = saved[: len(grads)], saved[len(grads) :]
         return None, None, None, *scan_gradients(ctx.combine, xs, ys, grads, ctx.reverse)
@@ -76,18 +84,19 @@ def _scanned_forward(
 
 
 def _later(x: Tensor, reverse: bool) -> Tensor:
-    """``x`` [T, ...] but for what a scan takes first."""
+    """``x`` [T, ...] without the element that a scan reads first: [T - 1, ...]."""
     return x[:-1] if reverse else x[1:]
 
 
 def scan(
     combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any] = (), reverse: bool = False
 ) -> tuple[Tensor, ...]:
-    """The scanned leaves [T, ...] of ``xs`` [T, ...] along dim 0, of shapes that broadcast behind it.
+    """The associative scan of the leaves ``xs`` [T, ...] along dim 0, one tensor for each leaf and of its shape.
 
-    additional: what ``combine`` takes besides: numbers, sizes, or tensors that broadcast to [...] (which have a gradient).
-    Tensors, and sizes that combine reads, are scanned along as leaves of which every element is the same, because Inductor
-    has no place for them. reverse: from the end, ``y_t = c(y_{t+1}, x_t)``.
+    The shapes of the leaves must broadcast behind dim 0. additional: the further operands of ``combine``: numbers, sizes, or
+    tensors that broadcast to [...]. Tensors have a gradient. Tensors, and sizes that ``combine`` reads, become leaves whose
+    elements are all the same, because Inductor's scan takes no further operands. reverse: scan from the end,
+    ``y_t = c(y_{t+1}, x_t)``.
     """
     if any(x.shape != xs[0].shape for x in xs):
         return _scan_of_one_shape(combine, xs, additional, reverse)
@@ -106,7 +115,7 @@ def scan(
         tensors = iter(now[count:])
         rest = (next(tensors) if n is None else n for n in numbers)
         results = pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
-        # A result of the op may not be one of its operands.
+        # A result of the op must not be one of its operands.
         return [*results, *(x.clone() for x in now[count:])]
 
     constant = [x.expand(shape[1:]).expand(shape) for x in captured]
@@ -116,7 +125,10 @@ def scan(
 def _scan_of_one_shape(
     combine: Callable[..., Any], xs: Sequence[Tensor], additional: Sequence[Any], reverse: bool
 ) -> tuple[Tensor, ...]:
-    """``scan`` of leaves expanded to their common shape, of which each result is one part like every other."""
+    """``scan`` of the leaves, expanded to their common shape.
+
+    Along an expanded dim all parts of a result are equal, and the first one is returned.
+    """
     channels = torch.broadcast_shapes(*(x.shape[1:] for x in xs))
     aligned = [x.reshape(x.shape[0], *[1] * (len(channels) - x.dim() + 1), *x.shape[1:]) for x in xs]
     ys = scan(combine, [x.expand(x.shape[0], *channels) for x in aligned], additional, reverse)
@@ -131,7 +143,10 @@ def _scan_of_one_shape(
 def scan_gradients(
     combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
 ) -> list[Tensor | None]:
-    """The gradients of ``xs`` given those of ``ys = scan(combine, xs, reverse=reverse)``, None where there is none."""
+    """The gradients of ``xs``, given ``grads``, the gradients of ``ys = scan(combine, xs, reverse=reverse)``.
+
+    xs, ys: tensors [T, ...] of one shape. A gradient is None where there is none, in ``grads`` and in the result.
+    """
     if xs[0].shape[0] <= 1:
         return list(grads)
     with torch.enable_grad():
@@ -159,7 +174,7 @@ def scan_gradients(
     result: list[Tensor | None] = [None] * len(xs)
     for i, rest in zip(floating, parts, strict=True):
         if i in outgoing and rest is outgoing[i]:
-            # dc/dx is 1, as for what is only added: no need to put the first element before the others.
+            # dc/dx is 1, for example for a leaf that is only added. The first element need not be put before the others.
             result[i] = cast(adjoint[i], xs[i].dtype)
             continue
         if rest is not None:
@@ -171,23 +186,23 @@ def scan_gradients(
 
 
 def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> _Jacobian:
-    """Every ∂after_i/∂before_j, element by element, detached."""
+    """∂after_i/∂before_j for all pairs of floating leaves, element by element, detached."""
     found = {}
     for i in floating:
         if not after[i].requires_grad:
             continue
-        # Not ones_like: Inductor's joint passes take the products with a filled tensor away, and with that a kernel.
+        # ones and not ones_like: Inductor's joint passes remove the products with a filled tensor, which saves a kernel.
         ones = torch.ones(after[i].shape, dtype=after[i].dtype, device=after[i].device)
         columns = torch.autograd.grad(after[i], [before[j] for j in floating], ones, retain_graph=True, allow_unused=True)
         for j, column in zip(floating, columns, strict=True):
             if column is not None:
-                # autograd hands the very tensor through what only adds.
+                # Through an addition, autograd returns the same tensor object.
                 found[i, j] = _ONE if column is ones else column.detach()
     return found
 
 
 def _column(entry: Tensor | int | None, like: Tensor) -> Tensor:
-    """An entry of the Jacobian [T - 1, ...] (or one, or zero) as a tensor of the shape of ``like[1:]``."""
+    """An entry of the Jacobian ([T - 1, ...], or one, or None for zero) as a tensor of the shape of ``like[1:]``."""
     if isinstance(entry, Tensor):
         return entry.expand(like[1:].shape)
     return torch.full_like(like[1:], 0 if entry is None else 1)
@@ -202,7 +217,7 @@ def _product(a1: Tensor, a2: Tensor) -> tuple[Tensor]:
 
 
 def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
-    """The leaves that have a lambda."""
+    """The leaves that have a lambda: those with a gradient, and those on which such a leaf depends."""
     reached = {i for i, g in enumerate(grads) if g is not None}
     while more := {j for i, j in jacobian if i in reached} - reached:
         reached |= more
@@ -212,7 +227,10 @@ def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
 def _adjoint(
     jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None], reverse: bool
 ) -> dict[int, Tensor]:
-    """lambda [T, ...] of every leaf of ``groups``, in fp32 at least: from the scan's last element on."""
+    """lambda [T, ...] of every leaf in ``groups``, in fp32 or float64.
+
+    It is computed from the element that the scan reads last to the one that it reads first.
+    """
     turned = (lambda x: x) if reverse else backwards
     (some, *_) = (g for g in grads if g is not None)
     found: dict[int, Tensor] = {}
@@ -229,7 +247,7 @@ def _adjoint(
         if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
             b = list(associative(_sum, b))
         elif entries:
-            # The last element has none after it.
+            # The last element has no Jacobian of a later element.
             columns = [_column(jacobian.get((i, j)), some) for j, i in entries]
             whole = (padded(x, 1, 0) if reverse else padded(x, 0, 1) for x in columns)
             coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, entries, strict=True)]
@@ -239,7 +257,7 @@ def _adjoint(
 
 
 def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
-    """The leaves, those that meet together."""
+    """The leaves in groups. Leaves that interact are in one group."""
     groups: list[set[int]] = [{i} for i in sorted(leaves)]
     for i, j in jacobian:
         if i in leaves and j in leaves:
@@ -251,7 +269,7 @@ def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
 
 
 def _closed(entries: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The entries of a matrix that powers of one with these entries can fill."""
+    """The entries that can be nonzero in a power of a matrix whose nonzero entries are ``entries``."""
     closed = set(entries)
     while more := {(i, last) for i, j in closed for k, last in closed if j == k} - closed:
         closed |= more
@@ -259,7 +277,10 @@ def _closed(entries: set[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _linear(entries: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
-    """``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves: the entries of A at ``entries``, then b of ``group``."""
+    """The combine_fn ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves.
+
+    The leaves are the entries of A at ``entries``, and then b for each leaf of ``group``.
+    """
     count = len(entries) + len(group)
 
     def combine(*flat: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""The gradient of a scan, element after element backwards in time: what leaves that mix are differentiated by.
+"""The gradient of a scan whose leaves interact, computed element after element backwards in time.
 
-One reverse scan over k x k Jacobians (``scan.py``) reads and multiplies matrices; here each channel carries the k numbers
-lambda, and the vector-Jacobian product of the combine_fn is computed where it is used, from the leaves themselves:
+The reverse scan over k x k Jacobians of ``scan.py`` reads and multiplies matrices. Here each channel carries the k numbers
+lambda, and the vector-Jacobian product of the combine_fn is computed from the leaves where it is used:
 
     lambda_t = g_t + carry,          (carry, dx_t) = (dc/dy, dc/dx)^T lambda_t  at (y_{t-1}, x_t),          dx_0 = lambda_0
 """
@@ -28,8 +28,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Product:
     """The vector-Jacobian product of a combine_fn of k leaves, as an operand of an op: the source of a function.
 
-    It takes y of the leaves ``read``, all k leaves x, and lambda of the leaves ``reached``; it returns the next carry of
-    the leaves ``carried``, then dx of the leaves ``driven``. The others are zero.
+    The function takes y of the leaves ``read``, all k leaves x, and lambda of the leaves ``reached``. It returns the next
+    carry of the leaves ``carried``, and then dx of the leaves ``driven``. The other carries and gradients are zero.
     """
 
     source: str
@@ -40,7 +40,10 @@ class Product:
 
 
 def product(combine: Callable[..., Any], count: int, reached: Sequence[int]) -> Product | None:
-    """That of ``combine`` on fp32 leaves, None where its graph holds tensors of its own."""
+    """The vector-Jacobian product of ``combine`` on ``count`` fp32 leaves; ``reached`` are the leaves that have a lambda.
+
+    It is None if the graph of ``combine`` contains tensors of its own.
+    """
     found: list[tuple[int, ...]] = []
 
     def gradients(*flat: Tensor) -> list[Tensor]:
@@ -78,10 +81,11 @@ def scan_backward(
     driven: list[int],
     reverse: bool,
 ) -> list[Tensor]:
-    """The gradients of the leaves ``xs`` [P, T, L] given ``grads`` of the leaves ``given`` of the scan of them.
+    """The gradients of the leaves ``xs`` of a scan, from ``grads``, the gradients of the leaves ``given`` of its result.
 
-    ys: those leaves of the scan that the function reads; source, reached, carried, driven: see ``Product``; reverse: the
-    scan ran from the end. Computed in fp32, rounded to the dtypes of xs; in their memory order.
+    xs, ys, grads: [P, T, L], of floating dtypes. ys: the leaves of the result that the function reads. source,
+    reached, carried, driven: see ``Product``. reverse: whether the scan ran from the end. The gradients are computed in fp32
+    and rounded to the dtypes of ``xs``; they have the memory order of ``xs``.
     """
     vjp = function_of(source, xs[0].device)
     out = [torch.zeros_like(x) for x in xs]
@@ -108,9 +112,9 @@ def _(ys: list[Tensor], xs: list[Tensor], *_rest: Any) -> list[Tensor]:
 
 
 def supported(xs: Sequence[Tensor]) -> bool:
-    """Whether the op's kernel is the way to differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves mix.
+    """Whether the op's kernel should differentiate a scan of ``xs`` [T, ...] along dim 0 whose leaves interact.
 
-    Along the innermost dim it is not: neighbours in memory would be one thread's, one after the other.
+    It should not for a scan along the innermost dim: there one thread would read neighbours in memory one after the other.
     """
     return channels.runs_kernels(xs[0]) and all(x.dtype in DTYPES for x in xs) and channels.enough_channels(xs)
 
@@ -118,7 +122,10 @@ def supported(xs: Sequence[Tensor]) -> bool:
 def gradients(
     found: Product, ys: Sequence[Tensor], xs: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
 ) -> list[Tensor]:
-    """The gradients of ``xs`` [T, ...] by the op, given those of ``ys``, the scan of them (from the end if ``reverse``)."""
+    """The gradients of ``xs`` [T, ...], computed by the op from ``grads``, the gradients of ``ys``.
+
+    ys: the scan of ``xs``, which ran from the end if ``reverse``. A gradient in ``grads`` is None if there is none.
+    """
     split = channels.innermost(xs)
     given = [i for i, g in enumerate(grads) if g is not None]
     operands = ([ys[i] for i in found.read], xs, [grads[i] for i in given])

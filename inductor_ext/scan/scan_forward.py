@@ -1,9 +1,9 @@
-"""An associative scan over many channels, whatever its combine_fn, as the op of a kernel of our own.
+"""An associative scan over many channels with any combine_fn, as an op that has a kernel in gradfuse.
 
     y_0 = x_0,          y_t = c(y_{t-1}, x_t)          for k leaves, element by element
 
-Stock's kernel combines each element about once for every level of a tree over a tile, and its tiles are those of
-reductions; ours combines each twice.
+Stock's kernel combines each element about once for every level of a tree over a tile, and it has the tiles of reductions.
+This kernel combines each element twice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from ..torch_api.graph import pytree
 from ..torch_api.tracing import trace_apart
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool)
-#: More do not fit into registers beside each other.
+#: The values of more leaves do not fit into the registers together.
 MOST_LEAVES = 8
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which leaves of ``dtype`` are combined: fp32 for half precision."""
+    """The dtype in which leaves of ``dtype`` are combined: fp32 for half precision, else ``dtype``."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> str | None:
-    """The source of ``combine`` on leaves of ``dtypes``, as computed; None where its graph holds tensors of its own."""
+    """The source of ``combine`` on leaves of ``dtypes``, in the dtypes of ``computed_in``.
+
+    It is None if the graph of ``combine`` contains tensors of its own.
+    """
     kinds = [computed_in(dtype) for dtype in dtypes]
 
     def combined(*flat: Tensor) -> list[Tensor]:
@@ -43,11 +46,11 @@ def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> s
 
 @torch.library.custom_op("gradfuse::scan_forward", mutates_args=())
 def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
-    """The scan of ``xs`` [P, T, L] along T, from the end if ``reverse``.
+    """The scan of the k leaves ``xs`` [P, T, L] along T; it runs from the end if ``reverse``.
 
-    source: a function of 2k leaves of the dtypes of ``computed_in`` that returns k; see ``sources.py``. The results have the
-    dtypes of xs, rounded once, and are contiguous, of ``shape``: T at ``dim``, P and L in one dim or several before and
-    behind, as those of ``linear_scan``.
+    source: a function that takes 2k leaves of the dtypes of ``computed_in`` and returns k of them; see ``sources.py``. The
+    results have the dtypes of ``xs`` and are rounded once. They are contiguous and have the shape ``shape``: T is at
+    ``dim``, and P and L are one dim or several dims before and behind it, as in ``linear_scan``.
     """
     combine = function_of(source, xs[0].device)
     wide = [x.to(computed_in(x.dtype)) for x in xs]
@@ -68,9 +71,9 @@ def _(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) 
 
 
 def supported(xs: Sequence[Tensor]) -> bool:
-    """Whether the op's kernel is the way to scan ``xs`` [T, ...] along dim 0.
+    """Whether the op's kernel should scan ``xs`` [T, ...] along dim 0.
 
-    Along the innermost dim, and over few channels, stock's is as fast.
+    Along the innermost dim, and over few channels, stock's kernel is as fast.
     """
     if not channels.runs_kernels(xs[0]) or len(xs) > MOST_LEAVES or any(x.dtype not in DTYPES for x in xs):
         return False
@@ -78,7 +81,7 @@ def supported(xs: Sequence[Tensor]) -> bool:
 
 
 def scanned(source: str, xs: Sequence[Tensor], reverse: bool) -> list[Tensor]:
-    """``scan_forward`` of tensors [T, ...] of any rank."""
+    """``scan_forward`` of tensors [T, ...] of any rank and of one shape; the results have that shape."""
     split = channels.innermost(xs)
     shape = channels.unfolded(xs[0], split)
     results = scan_forward([channels.slices(x, split) for x in xs], source, shape, split - 1, reverse)

@@ -57,7 +57,7 @@ def decisions(form, inputs, **options):
 def test_plain_forms_are_recognised(name, dynamic):
     found, errors = decisions(PLAIN[name], operands(), dynamic=dynamic)
     assert found and {d.path for d in found} == {"gradfuse::mlstm"}
-    assert all(("norm included" in d.why) == (name != "compared") for d in found)
+    assert all(("norm is included" in d.why) == (name != "compared") for d in found)
     assert max(errors) < 1e-5
 
 
