@@ -27,7 +27,7 @@ def _backward(
 
 
 #: The tiles by the size of an element in bytes, and then by the widest head (a power of two) for which a tile is used. A
-#: tile has 64 rows with 4 warps and 128 rows with 8 warps, because Hopper's matmuls give 64 rows to each group of four warps.
+#: tile has 64 rows with 4 warps and 128 rows with 8 warps: Hopper's matmuls give 64 rows to each group of four warps.
 FORWARD = {
     2: {
         64: _forward(128, 64, 8, 3),

@@ -161,7 +161,7 @@ def _check(
 
 
 def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``g``, ``M``, the index of the maximum M, and ``exp(-m)``, all [B, N, S]. The index is int32, and the others float64."""
+    """``g``, ``M``, the index of the maximum M, and ``exp(-m)``, all [B, N, S]; the index is int32, the others float64."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
     log_weight = input_gate.double() - decay
     log_max, max_index = log_weight.cummax(-1)
