@@ -181,7 +181,7 @@ SCANS = {
 SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "name, dtype, arch",
     builds(

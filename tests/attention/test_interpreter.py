@@ -90,7 +90,7 @@ def test_deterministic_matches_float64(case):
 IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["atomics", "deterministic"])
 @pytest.mark.parametrize("case", cases(IN_THE_KERNEL, slow={"swin"}))
 def test_lookups_in_the_kernel_match_float64(case, options):

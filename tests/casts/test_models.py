@@ -43,6 +43,7 @@ def gradients(module, run, inputs):
     return torch.autograd.grad(loss, list(module.parameters()))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_round_trip_survives(name):
     module, wrap, inputs = MODELS[name]()

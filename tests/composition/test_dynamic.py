@@ -65,7 +65,7 @@ def test_a_block_mask_as_an_argument(device):
         )
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("block", ["the default", "the length"])
 def test_a_block_mask_built_in_the_region(device, block, alike):
     """Finding C3; a block of the symbolic length is what transformers builds for T5."""
@@ -103,7 +103,7 @@ def _masked(x, bias, offset):
     return dense(x, bias[:, index], masked=True)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_a_pair_bias_of_symbolic_size(device):
     """Finding C4: a learned t[h, q, k]."""
 
@@ -115,7 +115,7 @@ def test_a_pair_bias_of_symbolic_size(device):
         check(compiled, dense, leaves(device, length, (HEADS, length, length)))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_a_pair_bias_made_in_the_region(device):
     """Its size is symbolic and nobody's argument: the product of two projections of x."""
 
@@ -128,7 +128,7 @@ def test_a_pair_bias_made_in_the_region(device):
         check(compiled, lambda x, gain: dense(x, torch.tanh((x * gain) @ x.mT)), leaves(device, length, (DIM,)))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_changing_batches_and_lengths_of_the_layer(device):
     """Attention and routed gathers; one compilation serves all shapes after the second."""
     layer = small.make(device=device)

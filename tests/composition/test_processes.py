@@ -61,6 +61,7 @@ THREADS = textwrap.dedent(
 @pytest.mark.parametrize(
     "what", ["one model", *(pytest.param(w, marks=pytest.mark.slow) for w in ("three models", "beside stock"))]
 )
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_threads_that_compile_at_once(where, what):
     """Finding G6: no end within 150 s."""

@@ -131,6 +131,7 @@ def _one_value(grad):
     return grad.flatten()[0].expand(grad.shape)
 
 
+@pytest.mark.breadth(0)
 def test_incoming_gradients_of_any_layout(device):
     """The backward is compiled for a contiguous one."""
     layer = small.make(device=device)
@@ -221,6 +222,7 @@ def test_deepcopy_trains_on_its_own(device):
     small.check(layer, function, x, order)
 
 
+@pytest.mark.breadth(0)
 def test_module_compile_in_place_and_state(device, tmp_path):
     """``module.compile(backend=...)``, its state saved and loaded into an uncompiled and a compiled module."""
     layer = small.make(device=device)

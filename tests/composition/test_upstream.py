@@ -58,6 +58,7 @@ FILE = """
 """
 
 
+@pytest.mark.breadth(0)
 def test_a_file_runs_with_our_backend(tmp_path):
     folder = tmp_path / "test" / "inductor"
     folder.mkdir(parents=True)

@@ -32,6 +32,7 @@ def check_float64(layer):
     assert max(map(relative_error, got, want)) < 1e-5
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_graphs_match_float64(layer):
     with eager_graphs():
@@ -41,11 +42,12 @@ def test_graphs_match_float64(layer):
 @pytest.mark.parametrize(
     "layer", [pytest.param(f, id=f.__name__, marks=[] if f is LAYERS[0] else [pytest.mark.slow]) for f in LAYERS]
 )
+@pytest.mark.breadth(0)
 def test_matches_float64(layer):
     check_float64(layer)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_half_precision_is_no_worse_than_eager(layer):
     """Root mean squares over draws: the error of one draw is that of its few largest numbers. No routing is near a tie."""

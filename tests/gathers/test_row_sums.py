@@ -66,6 +66,7 @@ def test_segment_sum(name, rows, ids, device):
     assert relative_error(got, exact) < 1e-5
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("width", [1, 40, 1500])
@@ -96,7 +97,7 @@ def test_segment_sum_of_strided_values(device):
         assert relative_error(got, exact) < 1e-5
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("times", [1, 3, 8, 40])

@@ -50,7 +50,7 @@ SLOW = {"strided", "expanded", "high_gates", "float16", "aligned"}
 marked = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", marked)
 def test_kernels(name, device):

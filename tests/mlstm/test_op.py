@@ -19,11 +19,13 @@ from .plain_forms import repeated
     "length, norm, eps, norm_eps",
     [c for c in itertools.product([1, 8, 97, 256], [True, False], [0, 1e-2], [0, 1e-6]) if c[0] > 1 or not c[1]],
 )
+@pytest.mark.breadth(8)
 def test_against_float64(length, norm, eps, norm_eps):
     case = Case(length=length, norm=norm, eps=eps, norm_eps=norm_eps)
     case.check(lambda *operands: case.call(mlstm, *operands))
 
 
+@pytest.mark.breadth(6)
 @pytest.mark.parametrize("eps, norm_eps, norm", itertools.product([0, 1e-6, 1e-2], [0, 1e-6], [True, False]))
 def test_the_formula_of_the_gradient_in_float64(eps, norm_eps, norm):
     case = Case(length=150, eps=eps, norm_eps=norm_eps, norm=norm, dtype=torch.float64)

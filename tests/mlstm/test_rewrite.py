@@ -51,7 +51,7 @@ def decisions(form, inputs, **options):
     return [d for d in report.decisions if d.pass_name == "mlstm_pattern"], errors
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_forms_are_recognised(name, dynamic):
