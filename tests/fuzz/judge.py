@@ -325,9 +325,23 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
     return _blame(program, mode, device, bad, exact, eager_run)
 
 
+def context_lost(device: str) -> bool:
+    """Whether nothing can run on the GPU any more in this process, as after an index out of bounds in a kernel."""
+    if device != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
     """A program that raises: whether stock raises too. Stock does not train flex_attention on a CPU, so that says nothing."""
     reason = one_line(error)
+    if context_lost(device):
+        # Stock cannot be asked in this process, since everything raises now.
+        return Result("crash", f"the context of the GPU is lost: {reason}"[:300])
     traced = isinstance(error, torch._dynamo.exc.TorchDynamoException) or "from user code" in reason
     if traced and not isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         # Dynamo itself refuses, before there is a graph for any backend.

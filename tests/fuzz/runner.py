@@ -116,7 +116,7 @@ def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
 
     import torch
 
-    from . import judge  # noqa: F401  (takes seconds, which are no program's)
+    from . import judge  # takes seconds, which must not count as those of a program
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
@@ -124,6 +124,9 @@ def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
     for family, seed in jobs:
         print(MARK + json.dumps({"start": [family, seed]}), flush=True)
         print(MARK + json.dumps(asdict(run_one(family, seed, settings))), flush=True)
+        if judge.context_lost(settings.device):
+            # The next programs would all raise, in eager mode too. The runner starts another process for them.
+            return
 
 
 class _Worker:
@@ -252,6 +255,7 @@ def to_json(path: str | Path, summary: Summary, settings: Settings, families: Se
         if o.outcome not in ("ok", "discarded")
     ]
     dtypes = dict(Counter(o.dtype for o in summary.outcomes))
+    discarded = Counter(o.reason[:100] for o in summary.outcomes if o.outcome == "discarded")
     record = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "versions": versions(settings.device),
@@ -262,6 +266,7 @@ def to_json(path: str | Path, summary: Summary, settings: Settings, families: Se
         "programs": len(summary.outcomes),
         "seconds": round(summary.seconds, 1),
         "counts": summary.counts(),
+        "discarded": dict(discarded.most_common(20)),
         "failing": failing,
     }
     Path(path).write_text(json.dumps(record, indent=1) + "\n")

@@ -12,7 +12,7 @@ from inductor_ext import backend, passes
 
 from .judge import judge
 from .program import Program
-from .runner import FAMILIES, Settings, generate, run
+from .runner import FAMILIES, Settings, generate, run, work
 
 #: Programs a family: 300 in all, within two minutes on two cores.
 PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
@@ -146,6 +146,15 @@ def test_a_crash_is_found():
 def test_an_invalid_program_is_discarded():
     source = KNOWN["indices"].source.replace("index_add(0,", "index_add(2,")
     assert judge(dataclasses.replace(KNOWN["indices"], source=source)).outcome == "discarded"
+
+
+def test_a_worker_ends_when_its_gpu_is_lost(capsys):
+    # The runner gives the rest of its programs to a new process. In this one eager mode would raise for all of them.
+    with mock.patch("tests.fuzz.judge.context_lost", return_value=True):
+        work([("casts", 0), ("casts", 1)], Settings())
+        assert capsys.readouterr().out.count("start") == 1
+        with mock.patch.object(passes.scatters, "rewrite", side_effect=ValueError):
+            assert judge(KNOWN["indices"], mode="compiled").outcome == "crash"
 
 
 @pytest.mark.breadth(0)
