@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from inductor_ext.attention.captured import CapturedGradients, Plan
+from inductor_ext.attention.captured_grads import Contribution
 from inductor_ext.attention.kinds import Reduction
 from inductor_ext.attention.tiles import backward_config, forward_config
 from tests.attention.attention_kernels import ATTENTIONS, sources
@@ -111,8 +112,12 @@ STOCK = {
 def gradients(*kinds):
     """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
     axes = {Reduction.SUM: (False, True, False, False)}
-    plans = [Plan(i, None, k, axes.get(k, (True,) * 4), False, False, None, wide=False) for i, k in enumerate(kinds)]
-    return CapturedGradients({}, plans=plans)
+
+    def contribution(axes):
+        return Contribution(None, (None,), (1,), (None,), axes, on_score=False)
+
+    plans = [Plan(i, contribution(axes.get(k, (True,) * 4)), k, False, None, wide=False) for i, k in enumerate(kinds)]
+    return CapturedGradients([], plans=plans)
 
 
 CAPTURED = {

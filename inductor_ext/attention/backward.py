@@ -15,7 +15,6 @@ from typing import Any
 import sympy
 import torch
 
-from ..core import subgraphs
 from ..core.report import leave_to_stock, record, user_line
 from ..core.target import Target
 from ..core.templates import load
@@ -27,11 +26,10 @@ from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
-from .captured_grads import JointGraph, NotUnderstood, returning, take_apart
-from .forward import mask_subgraph, score_subgraph
+from .captured_grads import JointGraph, NotUnderstood, take_apart
+from .inlining import Inlining
 from .kinds.diagonals import STRIP_ROWS
-from .score_mod import ScoreMod
-from .tile_tables import TileTables, tile_tables
+from .tile_tables import tile_tables
 from .tiles import backward_config
 
 aten = torch.ops.aten
@@ -98,18 +96,10 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
     tables = tile_tables(score_graph, call.kernel_options, call.captured)
-    score_buffer = score_subgraph(score_graph, node, device, call.captured, tables)
-    mask_buffer = mask_subgraph(mask_graph, node, device, call.mask_captured)
-    grad_score_buffer = _grad_score(joint, node, device, call.captured, tables)
-    captured = plan_gradients(
-        joint,
-        node,
-        device,
-        call.captured,
-        tables,
-        tma_allowed=_tma_allowed(options, device, call.kernel_options),
-        in_order=options.deterministic,
-    )
+    inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
+    tma_allowed = _tma_allowed(options, device, call.kernel_options)
+    grad_score_buffer, contributions = inlining.joint(joint)
+    captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
     one_pass = _one_pass(options, call, captured)
     grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
     full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(call.mask, device)
@@ -124,7 +114,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     template_options.update(tables.options())
     template_options["ONE_PASS"] = one_pass
     template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and template_options["QK_HEAD_DIM"] % 4 == 0
-    inlined = [score_buffer, grad_score_buffer, mask_buffer, *captured.inlined]
+    inlined = [inlining.score(score_graph), grad_score_buffer, inlining.mask(mask_graph), *captured.inlined]
     tilings = _tilings(call, template_options, captured)
     captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
@@ -202,27 +192,6 @@ def _delta(call: BackwardCall) -> Any:
     if call.grad_logsumexp is not None:
         delta = lowerings[aten.sub](delta, lowerings[aten.mul](call.grad_logsumexp, 1 / math.log(2)))
     return require_contiguous(delta)
-
-
-def _joint_placeholders(device: torch.device) -> list[Any]:
-    return score_graphs.score_placeholders(device, torch.float32, gradient=True)
-
-
-def _grad_score(
-    joint: JointGraph, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
-) -> Any:
-    if joint.grad_score is None:
-        module = returning(joint.module, [])
-        zero = module.graph.find_nodes(op="output")[0]
-        with module.graph.inserting_before(zero):
-            constant = module.graph.call_function(aten.full.default, ([], 0.0), {"dtype": torch.float32, "device": device})
-        zero.args = ([constant],)
-    else:
-        module = returning(joint.module, [joint.grad_score])
-    tiles = tables.read_by_tile(module, ScoreMod.of_joint(module.graph))
-    score_graphs.clamp_reads(module, ScoreMod.of_joint(module.graph).ranges(lengths(node)))
-    (buffer,) = subgraphs.inline(module, _joint_placeholders(device), [*captured, *tiles])
-    return buffer
 
 
 #: The widest head for which one pass (five matmuls, dQ in memory) is faster than two (seven matmuls, dQ in registers). The

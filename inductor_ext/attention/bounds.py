@@ -8,19 +8,23 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..core.integers import exact_integers
+from ..core.subgraphs import expression
 from ..torch_api.sizes import statically_known_true
 from .captured_grads import constant_of, shape_of
 
 aten = torch.ops.aten
 
 
+#: If a tensor has more elements than this, its index arithmetic is done in 64 bits.
+INT32_ELEMENTS = 2**31 - 1
 #: An integer interval that includes both ends. None means that an end is unbounded.
 Interval = tuple[int | None, int | None]
 UNBOUNDED: Interval = (None, None)
@@ -200,3 +204,50 @@ def clamp(graph: torch.fx.Graph, index: Node, size: Any, operand: Any, bounds: I
     if high is None or not statically_known_true(high < size):
         index = call(graph, aten.minimum.default, index, operand - 1, like=index)
     return index
+
+
+def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
+    """Make every read of a captured tensor stay inside the tensor. Changes ``module``."""
+
+    def inside(index: Node, size: Any) -> Node:
+        return clamp(module.graph, index, size, expression(size), interval(index, extents))
+
+    safe_reads(module, extents, inside)
+
+
+def become_address(module: GraphModule, shape: Sequence[Any], extents: dict[Node, Any]) -> bool:
+    """Make ``module``, which returns indices into a tensor of ``shape``, return ``(offset, in_bounds)`` instead.
+
+    ``offset`` is the offset of the element if the tensor is contiguous. ``in_bounds`` is False if an index is outside, and
+    then nothing may be written. Returns False if it is proven that ``in_bounds`` is always True.
+    """
+    graph = module.graph
+    output = graph.find_nodes(op="output")[0]
+    device = next(iter(extents)).meta["val"].device
+    checked = False
+    wide = any(isinstance(s, torch.SymInt) for s in shape) or math.prod(shape) > INT32_ELEMENTS
+    dtype = torch.int64 if wide else torch.int32
+    with graph.inserting_before(output):
+        in_bounds = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": device})
+        offset = graph.call_function(aten.full.default, ([], 0), {"dtype": dtype, "device": device})
+        stride: Any = 1
+        for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
+            proven = in_range(index, size, extents)
+            size = expression(size)
+            if isinstance(index, Node):
+                if not proven:
+                    checked = True
+                    index = wrap_negative(graph, index, size)
+                    for bound, compare in ((0, aten.ge.Scalar), (size, aten.lt.Scalar)):
+                        inside = call(graph, compare, index, bound, like=index, dtype=torch.bool)
+                        in_bounds = call(graph, aten.logical_and.default, in_bounds, inside, like=inside)
+                if wide:
+                    index = graph.call_function(torch.ops.prims.convert_element_type.default, (index, torch.int64))
+                index = graph.call_function(aten.mul.Tensor, (index, stride))
+                offset = graph.call_function(aten.add.Tensor, (offset, index))
+            else:
+                offset = graph.call_function(aten.add.Tensor, (offset, (index + size if index < 0 else index) * stride))
+            stride = stride * size
+        output.args = ([offset, in_bounds],)
+    graph.eliminate_dead_code()
+    return checked

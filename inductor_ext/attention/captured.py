@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..core import subgraphs
 from ..core.kernels import LARGEST_TILE
@@ -26,13 +26,12 @@ from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
-from . import common, deterministic, score_graphs
-from .calls import lengths
-from .captured_grads import Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
+from . import common, deterministic
+from .captured_grads import Contribution
+from .inlining import InlinedContribution, Inlining
 from .kinds import PAIR, Reduction
 from .kinds.diagonals import STRIP_ROWS, strip_shape
-from .score_mod import ScoreMod
-from .tile_tables import TileTable, TileTables
+from .tile_tables import TileTable
 
 aten = torch.ops.aten
 
@@ -45,21 +44,23 @@ class NotInOrder(Exception):
 class Plan:
     """How one contribution goes to memory.
 
-    owner: the number of the captured tensor to which it belongs. axes: the axes of b, h, q, k on which its index depends.
-    plain: the index consists of positions and constants. checked: the index may be out of bounds. table: the table that the
-    tensor is, if it is read by tile. wide: the tensor has at least four bytes for each element. address: the graph that
-    computes the offset, if a workspace is scattered afterwards.
+    owner: the number of the captured tensor to which it belongs. checked: the index may be out of bounds. table: the table
+    that the tensor is, if it is read by tile. wide: the tensor has at least four bytes for each element. address: the graph
+    that computes the offset, with which a workspace is scattered afterwards, or None if the index is plain.
     """
 
     owner: int
     contribution: Contribution
     reduction: Reduction
-    axes: tuple[bool, ...]
-    plain: bool
     checked: bool
     table: TileTable | None
     wide: bool
     address: GraphModule | None = None
+
+    @property
+    def axes(self) -> tuple[bool, ...]:
+        """The axes of b, h, q, k on which its index depends."""
+        return self.contribution.axes
 
     @property
     def as_vector(self) -> bool:
@@ -115,13 +116,13 @@ class TemplateContribution:
 class CapturedGradients:
     """The gradients of one flex_attention's captured tensors.
 
-    ranges: b, h, q, k of the joint graph with their extents. plans: the contributions. inlined: the subgraphs for value,
-    offset and in_bounds of each, in one flat list. learned: whether each captured tensor needs a gradient. targets: the
-    buffer that the kernel writes for each plan. buffers: for each captured tensor the buffer that becomes its gradient, or
-    None if it needs no gradient, or if its plans have workspaces instead. Both are empty until they are allocated.
+    extents: the lengths of b, h, q and k as Inductor's expressions. plans: the contributions. inlined: the subgraphs for
+    value, offset and in_bounds of each, in one flat list. learned: whether each captured tensor needs a gradient. targets:
+    the buffer that the kernel writes for each plan. buffers: for each captured tensor the buffer that becomes its gradient,
+    or None if it needs no gradient, or if its plans have workspaces instead. Both are empty until they are allocated.
     """
 
-    ranges: dict[Node, Any]
+    extents: list[Any]
     plans: list[Plan] = field(default_factory=list)
     inlined: list[Any] = field(default_factory=list)
     learned: list[bool] = field(default_factory=list)
@@ -133,11 +134,6 @@ class CapturedGradients:
         """The numbers of queries and keys."""
         _, _, queries, keys = self.extents
         return queries, keys
-
-    @property
-    def extents(self) -> list[Any]:
-        """The lengths of b, h, q and k as Inductor's expressions."""
-        return [subgraphs.expression(n) for n in self.ranges.values()]
 
     @property
     def written(self) -> list[Any]:
@@ -158,7 +154,7 @@ class CapturedGradients:
     @property
     def gathers(self) -> bool:
         """Whether some contribution is one add for each score, at an index that has to be computed."""
-        return any(plan.reduction is Reduction.SCATTER and not plan.plain for plan in self.plans)
+        return any(plan.reduction is Reduction.SCATTER and not plan.contribution.plain for plan in self.plans)
 
     @property
     def moves_blocks(self) -> bool:
@@ -242,94 +238,55 @@ class CapturedGradients:
         if plan.as_vector:
             return plan.table.kind.total(target, plan.axes)
         total = deterministic.summed(target, plan.axes)
-        if plan.plain:
-            return deterministic.with_indices(total, plan.contribution, self.ranges, tensor.get_size())
+        if plan.contribution.plain:
+            return deterministic.with_indices(total, plan.contribution, self.extents, tensor.get_size())
         return deterministic.scattered(total, plan.axes, plan.address, tensors, tensor.get_size())
 
 
 def plan_gradients(
-    joint: JointGraph,
-    node: Node,
-    device: torch.device,
-    captured: Sequence[Any],
-    tables: TileTables,
+    inlined: Sequence[Sequence[InlinedContribution] | None],
+    inlining: Inlining,
     *,
     tma_allowed: bool,
     in_order: bool,
 ) -> CapturedGradients:
-    """Plan every contribution of a flex_attention_backward node and lower its subgraphs.
+    """Plan the contributions to the gradient of each captured tensor (None if it needs none).
 
-    ``tma_allowed``: the kernel may add whole tiles to the gradients of ``tables``. ``in_order``: use no atomics. Raises
+    ``tma_allowed``: the kernel may add whole tiles to the gradients of tables. ``in_order``: use no atomics. Raises
     NotInOrder if that is impossible.
     """
-    inputs = ScoreMod.of_joint(joint.module.graph)
-    result = CapturedGradients(inputs.ranges(lengths(node)))
-    for owner, (contributions, placeholder, tensor) in enumerate(
-        zip(joint.captured, inputs.captured, captured, strict=True)
-    ):
-        result.learned.append(contributions is not None)
-        shape, table = shape_of(placeholder), tables.of(owner)
-        once = _writes_once(contributions or (), shape, result.ranges)
-        for contribution in contributions or ():
-            checked = _inline(result, joint, node, contribution, shape, device, captured, tables)
-            axes = axes_of(joint.module, contribution)
-            plain = deterministic.is_plain(contribution, result.ranges)
+    result = CapturedGradients([subgraphs.expression(n) for n in inlining.lengths])
+    for owner, parts in enumerate(inlined):
+        result.learned.append(parts is not None)
+        table, wide = inlining.tables.of(owner), inlining.captured[owner].get_dtype().itemsize >= 4
+        once = _writes_once([part.contribution for part in parts or ()], inlining.lengths)
+        for part in parts or ():
+            if in_order and not once and part.contribution.on_score:
+                raise NotInOrder
             if once:
                 reduction = Reduction.STORE
             elif in_order:
                 reduction = Reduction.PARTIAL
-                if depends_on_score(joint.module, contribution):
-                    raise NotInOrder
+            elif table is not None:
+                reduction = table.kind.reduction(tma_allowed, result.lengths)
             else:
-                reduction = _added(table, axes, tma_allowed, result.lengths)
-            wide = tensor.get_dtype().itemsize >= 4
-            address = None
-            if reduction is Reduction.PARTIAL and not plain:
-                address, _ = score_graphs.address(joint.module, contribution, shape, result.ranges)
-                score_graphs.clamp_reads(address, ScoreMod.of_joint(address.graph).ranges(lengths(node)))
-            result.plans.append(Plan(owner, contribution, reduction, axes, plain, checked, table, wide, address))
+                reduction = Reduction.SCATTER if all(part.contribution.axes[2:]) else Reduction.SUM
+            result.inlined.extend(part.buffers)
+            result.plans.append(Plan(owner, part.contribution, reduction, part.checked, table, wide, part.address))
     return result
 
 
-def _added(table: TileTable | None, axes: Sequence[bool], tma_allowed: bool, lengths: tuple[Any, Any]) -> Reduction:
-    """Return how a contribution with several writers is added in memory."""
-    if table is not None:
-        return table.kind.reduction(tma_allowed, lengths)
-    return Reduction.SCATTER if all(axes[2:]) else Reduction.SUM
+def _writes_once(contributions: Sequence[Contribution], lengths: Sequence[Any]) -> bool:
+    """Return whether every element of a gradient gets one value from one score: ``t[b, h, q, k]`` in any order.
 
-
-def _inline(
-    result: CapturedGradients,
-    joint: JointGraph,
-    node: Node,
-    contribution: Contribution,
-    shape: Sequence[Any],
-    device: torch.device,
-    captured: Sequence[Any],
-    tables: TileTables,
-) -> bool:
-    """Lower the value, the offset and in_bounds of a contribution. Returns whether in_bounds has to be checked."""
-    value = returning(joint.module, [contribution.value])
-    address, checked = score_graphs.address(joint.module, contribution, shape, result.ranges)
-    for module in (value, address):
-        tiles = tables.read_by_tile(module, ScoreMod.of_joint(module.graph))
-        score_graphs.clamp_reads(module, ScoreMod.of_joint(module.graph).ranges(lengths(node)))
-        inputs = score_graphs.score_placeholders(device, torch.float32, gradient=True)
-        result.inlined.extend(subgraphs.inline(module, inputs, [*captured, *tiles]))
-    return checked
-
-
-def _writes_once(contributions: Sequence[Contribution], shape: Sequence[Any], ranges: dict[Any, Any]) -> bool:
-    """Return whether every element of a gradient of ``shape`` gets one value from one score: ``t[b, h, q, k]`` in any order.
-
-    Both positions must be among the indices, even if there is only one query or key. A tensor that they do not index has
-    a gradient that is summed and added.
+    Both q and k must be among the indices, even if there is only one query or key. A tensor that they do not index has a
+    gradient that is summed and added.
     """
-    if len(contributions) != 1 or not all(i in ranges for i in contributions[0].indices):
+    if len(contributions) != 1:
         return False
-    indices = contributions[0].indices
-    if not all(position in indices for position in list(ranges)[2:]):
+    (contribution,) = contributions
+    positions = contribution.positions
+    if None in positions or not contribution.plain or not {2, 3} <= set(positions):
         return False
-    whole = all(statically_known_true(ranges[i] == n) for i, n in zip(indices, shape, strict=True))
-    rest = [n for position, n in ranges.items() if position not in indices]
-    return whole and len(set(indices)) == len(indices) and all(statically_known_true(n == 1) for n in rest)
+    whole = all(statically_known_true(lengths[p] == n) for p, n in zip(positions, contribution.shape, strict=True))
+    return whole and all(statically_known_true(n == 1) for p, n in enumerate(lengths) if p not in positions)

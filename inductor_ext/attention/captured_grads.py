@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..torch_api.higher_order import zeros_and_scatter
-from .score_mod import ScoreMod
+from .score_mod import ScoreMod, output_nodes
 
 aten = torch.ops.aten
 
@@ -44,23 +44,37 @@ class NotUnderstood(Exception):
 class Contribution:
     """``gradient[indices] += value`` for every (b, h, q, k).
 
-    ``value`` is a scalar node of the joint graph. ``indices`` has one scalar node or int for each dim of the captured
-    tensor, so it is empty for a 0-d tensor.
+    value: a scalar node of the joint graph. indices: one scalar node or int for each dim of the captured tensor, which has
+    this shape. positions: for each index, which of b, h, q, k (0 to 3) it is, or None if it is something else. axes: for
+    each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. on_score:
+    whether the indices are computed from the score or from its gradient, so that they may be different for every score.
     """
 
     value: Node
     indices: tuple[Node | int, ...]
+    shape: tuple[Any, ...]
+    positions: tuple[int | None, ...]
+    axes: tuple[bool, ...]
+    on_score: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether every index is a constant or a position, and no position occurs twice."""
+        positions = [p for p in self.positions if p is not None]
+        constant = all(p is not None or isinstance(i, int) for p, i in zip(self.positions, self.indices, strict=True))
+        return constant and len(set(positions)) == len(positions)
 
 
 @dataclass(frozen=True)
 class JointGraph:
     """A joint graph that is split into contributions.
 
-    grad_score: the node of the gradient of the score, or None if the score needs no gradient.
-    captured: for each captured tensor its contributions, or None if it needs no gradient.
+    inputs: the inputs of ``module``. grad_score: the node of the gradient of the score, or None if the score needs no
+    gradient. captured: for each captured tensor its contributions, or None if it needs no gradient.
     """
 
     module: GraphModule
+    inputs: ScoreMod
     grad_score: Node | None
     captured: tuple[tuple[Contribution, ...] | None, ...]
 
@@ -70,29 +84,42 @@ def shape_of(node: Node) -> tuple[Any, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def output_nodes(graph: Graph) -> list[Any]:
-    """Return the nodes that a graph returns, as a flat list."""
-    (out,) = graph.find_nodes(op="output")[0].args
-    return list(out) if isinstance(out, (list, tuple)) else [out]
-
-
 def take_apart(module: GraphModule) -> JointGraph:
     """Split a joint graph ``(score, b, h, q, k, grad_score, *captured) -> gradients`` into contributions.
 
     Raises NotUnderstood if a captured gradient is not a sum of scatters of scalars.
     """
+    inputs = ScoreMod.of_joint(module.graph)
     # The positions are integers, so their gradients are None.
-    grad_score, _b, _h, _q, _k, *captured = output_nodes(module.graph)
-    return JointGraph(
-        module,
-        grad_score,
-        tuple(None if node is None else tuple(_with_constants(c) for c in _contributions(node)) for node in captured),
-    )
+    grad_score, _b, _h, _q, _k, *gradients = output_nodes(module.graph)
+
+    def contributions(tensor: Node, gradient: Node) -> tuple[Contribution, ...]:
+        return tuple(_contribution(inputs, shape_of(tensor), *scattered) for scattered in _scatters(gradient))
+
+    captured = (None if g is None else contributions(t, g) for t, g in zip(inputs.captured, gradients, strict=True))
+    return JointGraph(module, inputs, grad_score, tuple(captured))
 
 
-def _with_constants(contribution: Contribution) -> Contribution:
-    indices = ((i if (c := constant_of(i)) is None else c) for i in contribution.indices)
-    return Contribution(contribution.value, tuple(indices))
+def _contribution(inputs: ScoreMod, shape: tuple[Any, ...], value: Node, indices: Sequence[Any]) -> Contribution:
+    constants = (constant_of(i) for i in indices)
+    indices = tuple(i if c is None else c for i, c in zip(indices, constants, strict=True))
+    reached = _reached(indices)
+    on_score = not reached.isdisjoint((inputs.score, inputs.grad_score))
+    axes = tuple(on_score or position in reached for position in inputs.positions)
+    positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
+    return Contribution(value, indices, shape, positions, axes, on_score)
+
+
+def _reached(indices: Sequence[Any]) -> set[Node]:
+    """Return all nodes from which the indices are computed."""
+    reached: set[Node] = set()
+    stack = [i for i in indices if isinstance(i, Node)]
+    while stack:
+        node = stack.pop()
+        if node not in reached:
+            reached.add(node)
+            stack.extend(node.all_input_nodes)
+    return reached
 
 
 def constant_of(index: Any) -> int | None:
@@ -108,64 +135,26 @@ def constant_of(index: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def _contributions(node: Node) -> list[Contribution]:
+def _scatters(node: Node) -> list[tuple[Node, tuple[Any, ...]]]:
+    """Return the value and the indices of each scatter of a scalar of which a gradient is the sum."""
     if node.target in _PASS_THROUGH:
-        return _contributions(node.args[0])
+        return _scatters(node.args[0])
     if node.target in _ZEROS:
         return []
     if node.target is aten.add.Tensor and isinstance(node.args[1], Node) and node.kwargs.get("alpha", 1) == 1:
-        return _contributions(node.args[0]) + _contributions(node.args[1])
+        return _scatters(node.args[0]) + _scatters(node.args[1])
     if node.target is zeros_and_scatter:
         return _scattered(node)
     if shape_of(node) == ():
-        return [Contribution(node, ())]
+        return [(node, ())]
     raise NotUnderstood(node, f"the gradient of a captured tensor goes through {node.target}, so it is not a sum of scalars")
 
 
-def _scattered(node: Node) -> list[Contribution]:
+def _scattered(node: Node) -> list[tuple[Node, tuple[Any, ...]]]:
     shape, indices, value = node.args
     if any(i is None for i in indices) or any(isinstance(i, Node) and shape_of(i) != () for i in indices):
         raise NotUnderstood(node, "a captured tensor is indexed by something that is not a scalar")
     if len(indices) == len(shape):
-        return [Contribution(value, tuple(indices))]
+        return [(value, tuple(indices))]
     # table[i] is a row, and the gradient of the row is a scatter again. Both together are the scatter of table[i, j].
-    return [Contribution(inner.value, (*indices, *inner.indices)) for inner in _contributions(value)]
-
-
-def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
-    """Return a copy of ``module`` without dead code, with the same inputs, that returns ``outputs`` (nodes of it)."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    graph.graph_copy(module.graph, copies)
-    graph.output([copies[o] if isinstance(o, Node) else o for o in outputs])
-    graph.eliminate_dead_code()
-    return GraphModule(module, graph)
-
-
-def axes_of(module: GraphModule, contribution: Contribution) -> tuple[bool, ...]:
-    """Return, for each of b, h, q, k, whether the indices of a contribution depend on it.
-
-    The values of the contribution may be summed first along the axes on which they do not depend.
-    """
-    reached = _reached(contribution)
-    # An index that is computed from the score or its gradient may be different for every score.
-    everywhere = depends_on_score(module, contribution)
-    return tuple(everywhere or position in reached for position in ScoreMod.of_joint(module.graph).positions)
-
-
-def depends_on_score(module: GraphModule, contribution: Contribution) -> bool:
-    """Return whether the indices of a contribution are computed from the score or from its gradient."""
-    inputs = ScoreMod.of_joint(module.graph)
-    return not _reached(contribution).isdisjoint((inputs.score, inputs.grad_score))
-
-
-def _reached(contribution: Contribution) -> set[Node]:
-    """Return all nodes from which the indices of a contribution are computed."""
-    reached: set[Node] = set()
-    stack = [i for i in contribution.indices if isinstance(i, Node)]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(node.all_input_nodes)
-    return reached
+    return [(inner, (*indices, *columns)) for inner, columns in _scatters(value)]

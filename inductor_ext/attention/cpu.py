@@ -21,7 +21,7 @@ from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask, flex_attention_backward_hop, flex_attention_hop
 from .calls import BackwardCall, ForwardCall
-from .captured_grads import JointGraph, NotUnderstood, axes_of, take_apart
+from .captured_grads import JointGraph, NotUnderstood, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
 from .score_mod import ScoreMod
@@ -113,9 +113,7 @@ def _reductions(joint: JointGraph) -> tuple[tuple[int, str], ...]:
     found = []
     for owner, contributions in enumerate(joint.captured):
         for contribution in contributions or ():
-            free = [
-                n for n, used in zip(("queries", "keys"), axes_of(joint.module, contribution)[2:], strict=True) if not used
-            ]
+            free = [n for n, used in zip(("queries", "keys"), contribution.axes[2:], strict=True) if not used]
             how = (
                 f"summed over the {' and '.join(free)} of a block, then added" if free else "added for every pair of a block"
             )

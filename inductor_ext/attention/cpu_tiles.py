@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .bounds import in_range, safe_reads
 from .calls import lengths
-from .captured_grads import JointGraph, axes_of, output_nodes, returning
-from .score_mod import ScoreMod
+from .captured_grads import JointGraph
+from .score_mod import ScoreMod, output_nodes, returning
 
 aten = torch.ops.aten
 
@@ -88,9 +88,7 @@ class JointFunction:
     @classmethod
     def of(cls, joint: JointGraph, node: Node) -> JointFunction:
         """Make the function from the joint graph of one flex_attention_backward node."""
-        inputs = ScoreMod.of_joint(joint.module.graph)
-        ranges = inputs.ranges(lengths(node))
-        shapes = [p.meta["val"] for p in inputs.captured]
+        ranges = joint.inputs.ranges(lengths(node))
         flat = [(i, c) for i, contributions in enumerate(joint.captured) for c in contributions or ()]
         outputs: list[Any] = [joint.grad_score]
         for _, contribution in flat:
@@ -101,10 +99,8 @@ class JointFunction:
             module,
             owners=tuple(i for i, _ in flat),
             ranks=tuple(len(c.indices) for _, c in flat),
-            reduced=tuple(tuple(axis for axis, used in enumerate(axes_of(joint.module, c)) if not used) for _, c in flat),
-            trusted=tuple(
-                tuple(in_range(x, s, ranges) for x, s in zip(c.indices, shapes[i].shape, strict=True)) for i, c in flat
-            ),
+            reduced=tuple(tuple(axis for axis, used in enumerate(c.axes) if not used) for _, c in flat),
+            trusted=tuple(tuple(in_range(x, s, ranges) for x, s in zip(c.indices, c.shape, strict=True)) for _, c in flat),
             wanted=tuple(c is not None for c in joint.captured),
         )
 

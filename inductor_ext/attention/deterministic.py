@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..core import subgraphs
 from ..torch_api.ir import add_in_order, contiguous_strides, full
@@ -34,12 +34,6 @@ SHORTEST_TILE = 16
 def key_tiles(keys: Any) -> Any:
     """Return the largest possible number of key programs."""
     return (keys + SHORTEST_TILE - 1) // SHORTEST_TILE
-
-
-def is_plain(contribution: Contribution, ranges: dict[Node, Any]) -> bool:
-    """Whether every index is a constant or a position, and no position occurs twice."""
-    positions = [i for i in contribution.indices if isinstance(i, Node)]
-    return len(set(positions)) == len(positions) and all(i in ranges for i in positions)
 
 
 def workspace(axes: Sequence[bool], extents: Sequence[Any], device: torch.device, zeroed: bool) -> Any:
@@ -59,18 +53,20 @@ def summed(partials: Any, axes: Sequence[bool]) -> Any:
     return lowerings[aten.sum](partials, axis=gone) if gone else partials
 
 
-def with_indices(total: Any, contribution: Contribution, ranges: dict[Node, Any], shape: Sequence[Any]) -> Any:
+def with_indices(total: Any, contribution: Contribution, extents: Sequence[Any], shape: Sequence[Any]) -> Any:
     """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``.
 
-    The dims are put into the order of the indices, and the elements that no index reaches are zero.
+    The dims are put into the order of the indices, and the elements that no index reaches are zero. ``extents`` are the
+    lengths of b, h, q and k.
     """
-    order = [p for p in ranges if p in contribution.indices]
-    kept = [i for i in contribution.indices if isinstance(i, Node)]
-    total = lowerings[aten.permute](total, [order.index(i) for i in kept]) if kept else lowerings[aten.reshape](total, [])
+    kept = [p for p in contribution.positions if p is not None]
+    order = sorted(kept)
+    total = lowerings[aten.permute](total, [order.index(p) for p in kept]) if kept else lowerings[aten.reshape](total, [])
     padding: list[Any] = []
-    for dim, (index, size) in enumerate(zip(contribution.indices, shape, strict=True)):
-        if isinstance(index, Node):
-            padding = [0, size - ranges[index], *padding]
+    dims = zip(contribution.indices, contribution.positions, shape, strict=True)
+    for dim, (index, position, size) in enumerate(dims):
+        if position is not None:
+            padding = [0, size - extents[position], *padding]
         else:
             start = index + size if index < 0 else index
             total = lowerings[aten.unsqueeze](total, dim)
@@ -81,7 +77,7 @@ def with_indices(total: Any, contribution: Contribution, ranges: dict[Node, Any]
 def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
     """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``: ``address`` computes the offset of each element.
 
-    ``address`` returns ``(offset, in_bounds)`` for b, h, q and k (score_graphs.address). It runs on all positions at once.
+    ``address`` returns ``(offset, in_bounds)`` for b, h, q and k (bounds.address). It runs on all positions at once.
     """
     size = iter(total.get_size())
     device = total.get_device()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..core import subgraphs
 from ..core.report import STOCK, leave_to_stock, record, user_line
 from ..core.target import Target
 from ..core.templates import load
@@ -22,9 +21,8 @@ from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .calls import ForwardCall, lengths
-from .captured_grads import output_nodes, returning
-from .score_mod import ScoreMod
-from .tile_tables import TileTables, tile_tables
+from .inlining import Inlining
+from .tile_tables import tile_tables
 from .tiles import forward_config
 
 NAME = "flex_attention"
@@ -71,8 +69,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
     tables = tile_tables(score_graph, call.kernel_options, call.captured)
-    score_buffer = score_subgraph(score_graph, node, device, call.captured, tables)
-    mask_buffer = mask_subgraph(mask_graph, node, device, call.mask_captured)
+    inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
+    score_buffer, mask_buffer = inlining.score(score_graph), inlining.mask(mask_graph)
 
     size = [batch, heads, length, call.value.get_size()[-1]]
     layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
@@ -129,25 +127,3 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
 
 def _shape_note(query: Any, key: Any) -> str:
     return f"this is training; query has the shape {tuple(query.get_size())}, key {tuple(key.get_size())}"
-
-
-def score_subgraph(
-    module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any], tables: TileTables
-) -> Any:
-    """Lower the score_mod, with safe reads, so that it can be inlined."""
-    module = returning(module, output_nodes(module.graph))
-    tiles = tables.read_by_tile(module, ScoreMod.of(module.graph))
-    score_graphs.clamp_reads(module, ScoreMod.of(module.graph).ranges(lengths(node)))
-    (buffer,) = subgraphs.inline(module, score_graphs.score_placeholders(device, torch.float32), [*captured, *tiles])
-    return buffer
-
-
-def mask_subgraph(module: torch.fx.GraphModule, node: torch.fx.Node, device: torch.device, captured: list[Any]) -> Any:
-    """Lower the mask_mod, with safe reads, so that it can be inlined."""
-    module = returning(module, output_nodes(module.graph))
-    score_graphs.clamp_reads(module, ScoreMod.of_mask(module.graph).ranges(lengths(node)))
-    (buffer,) = subgraphs.inline(module, score_graphs.mask_placeholders(device), captured)
-    return buffer
-
-
-__all__ = ["NAME", "lower", "mask_subgraph", "score_subgraph"]

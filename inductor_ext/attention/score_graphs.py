@@ -1,8 +1,7 @@
-"""Functions for lowerings on the graphs of score_mods and mask_mods: placeholders, properties, reads and addresses."""
+"""Properties of the graphs of score_mods and mask_mods, and of the tensors that they read."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,38 +9,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.subgraphs import expression
-from ..torch_api.ir import inductor_ir, input_buffer
+from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import V
 from ..torch_api.sizes import hint
-from .bounds import call, clamp, in_range, interval, safe_reads, wrap_negative
-from .captured_grads import Contribution, returning
+from .bounds import INT32_ELEMENTS
 
 aten = torch.ops.aten
-
-_INDICES = tuple((name, torch.int32) for name in ("b", "h", "m", "n"))
-#: If a tensor has more elements than this, its index arithmetic is done in 64 bits.
-INT32_ELEMENTS = 2**31 - 1
-
-
-def score_placeholders(device: torch.device, dtype: torch.dtype, gradient: bool = False) -> list[Any]:
-    """Return the placeholders ``score, b, h, m, n`` and, for a joint graph, ``grad_score_mod``."""
-    names = [("score", dtype), *_INDICES] + ([("grad_score_mod", dtype)] if gradient else [])
-    return [input_buffer(name, kind, device) for name, kind in names]
-
-
-def mask_placeholders(device: torch.device) -> list[Any]:
-    """Return the placeholders ``b, h, m, n``."""
-    return [input_buffer(name, kind, device) for name, kind in _INDICES]
-
-
-def clamp_reads(module: GraphModule, extents: dict[Node, Any]) -> None:
-    """Make every read of a captured tensor stay inside the tensor. Changes ``module``."""
-
-    def inside(index: Node, size: Any) -> Node:
-        return clamp(module.graph, index, size, expression(size), interval(index, extents))
-
-    safe_reads(module, extents, inside)
 
 
 def is_identity(module: GraphModule) -> bool:
@@ -76,57 +49,6 @@ def is_always_true(module: GraphModule) -> bool:
     if out.target in constants:
         return bool(out.args[-1] if out.target is not aten.full_like.default else out.args[1])
     return out.target in ones
-
-
-def address(
-    module: GraphModule, contribution: Contribution, shape: Sequence[Any], extents: dict[Node, Any]
-) -> tuple[GraphModule, bool]:
-    """Return a graph that computes ``(offset, in_bounds)`` of a contribution, and whether ``in_bounds`` must be checked.
-
-    The graph has the inputs of ``module``. ``offset`` is the offset of the element in a contiguous gradient of ``shape``.
-    ``in_bounds`` is False if an index is outside, and then nothing may be written. The second result is False if it is
-    proven that ``in_bounds`` is always True.
-    """
-    graph_module = returning(module, list(contribution.indices))
-    graph = graph_module.graph
-    output = graph.find_nodes(op="output")[0]
-    placeholders = graph.find_nodes(op="placeholder")
-    ranges = {
-        p: extents[q] for p, q in zip(placeholders, module.graph.find_nodes(op="placeholder"), strict=True) if q in extents
-    }
-    checked = False
-    wide = any(isinstance(s, torch.SymInt) for s in shape) or functools.reduce(lambda a, b: a * b, shape, 1) > INT32_ELEMENTS
-    with graph.inserting_before(output):
-        like = placeholders[1]
-        in_bounds = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": _device(like)})
-        offset = graph.call_function(
-            aten.full.default, ([], 0), {"dtype": torch.int64 if wide else torch.int32, "device": _device(like)}
-        )
-        stride: Any = 1
-        for index, size in reversed(list(zip(output.args[0], shape, strict=True))):
-            proven = in_range(index, size, ranges)
-            size = expression(size)
-            if isinstance(index, Node):
-                if not proven:
-                    checked = True
-                    index = wrap_negative(graph, index, size)
-                    for bound, compare in ((0, aten.ge.Scalar), (size, aten.lt.Scalar)):
-                        inside = call(graph, compare, index, bound, like=index, dtype=torch.bool)
-                        in_bounds = call(graph, aten.logical_and.default, in_bounds, inside, like=inside)
-                if wide:
-                    index = graph.call_function(torch.ops.prims.convert_element_type.default, (index, torch.int64))
-                index = graph.call_function(aten.mul.Tensor, (index, stride))
-                offset = graph.call_function(aten.add.Tensor, (offset, index))
-            else:
-                offset = graph.call_function(aten.add.Tensor, (offset, (index + size if index < 0 else index) * stride))
-            stride = stride * size
-        output.args = ([offset, in_bounds],)
-    graph.eliminate_dead_code()
-    return graph_module, checked
-
-
-def _device(node: Node) -> torch.device:
-    return node.meta["val"].device
 
 
 def is_wide(buffers: Sequence[Any]) -> bool:

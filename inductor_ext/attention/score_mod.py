@@ -1,4 +1,4 @@
-"""The inputs of a score_mod's graph by name, for each of the forms of that graph."""
+"""The graphs of score_mods, mask_mods and their gradients: inputs by name, results, and copies that return other nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,19 @@ class ScoreMod:
     def ranges(self, lengths: Sequence[Any]) -> dict[Node, Any]:
         """Return a dict from b, h, q and k to the number of values of each."""
         return dict(zip(self.positions, lengths, strict=True))
+
+
+def output_nodes(graph: Graph) -> list[Any]:
+    """Return the nodes that a graph returns, as a flat list."""
+    (out,) = graph.find_nodes(op="output")[0].args
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def returning(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
+    """Return a copy of ``module`` without dead code, with the same inputs, that returns ``outputs`` (nodes of it)."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.graph_copy(module.graph, copies)
+    graph.output([copies[o] if isinstance(o, Node) else o for o in outputs])
+    graph.eliminate_dead_code()
+    return GraphModule(module, graph)

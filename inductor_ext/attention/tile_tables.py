@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..core.templates import Listed
-from ..torch_api.ir import input_buffer
 from . import descriptor
 from .kinds import PAIR, TiledKind
 from .score_mod import ScoreMod
@@ -62,24 +61,6 @@ class TileTables:
         """Return the buffers of the tables, which are inputs of the template."""
         return [self.captured[t.owner] for t in self.tables]
 
-    def read_by_tile(self, module: GraphModule, inputs: ScoreMod) -> list[Any]:
-        """Replace the reads of the tables by new inputs. Changes ``module``, and returns placeholders for the inputs."""
-        graph = module.graph
-        last = graph.find_nodes(op="placeholder")[-1]
-        made = []
-        for table in self.tables:
-            buffer = self.captured[table.owner]
-            with graph.inserting_after(last):
-                tile = last = graph.placeholder(f"table_{table.number}")
-            made.append(input_buffer(f"table_{table.number}", buffer.get_dtype(), buffer.get_device()))
-            for read in _reads(inputs.captured[table.owner]):
-                tile.meta = dict(read.meta)
-                read.replace_all_uses_with(tile)
-                graph.erase_node(read)
-        graph.eliminate_dead_code()
-        module.recompile()
-        return made
-
 
 def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured: Sequence[Any]) -> TileTables:
     """Return the tables that a score_mod reads by tile: those made by hoisting, and the user's tensors that are pairs."""
@@ -87,7 +68,7 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
     inputs = ScoreMod.of(score_mod.graph)
     found = []
     for owner, placeholder in enumerate(inputs.captured):
-        reads = [[_root(index) for index in read.args[1]] for read in _reads(placeholder)]
+        reads = [[_root(index) for index in read.args[1]] for read in reads_of(placeholder)]
         # An index is computed from a table of integers, so a tile of that is not a term of the scores.
         if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
@@ -99,7 +80,8 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
     return TileTables(tuple(found), captured)
 
 
-def _reads(table: Node) -> list[Node]:
+def reads_of(table: Node) -> list[Node]:
+    """Return the reads of a captured tensor in its graph."""
     return [user for user in list(table.users) if user.target is aten.index.Tensor and user.args[0] is table]
 
 

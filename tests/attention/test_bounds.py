@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_ext.attention.bounds import in_range, interval
-from inductor_ext.attention.captured_grads import output_nodes
-from inductor_ext.attention.score_mod import ScoreMod
+from inductor_ext.attention.score_mod import ScoreMod, output_nodes
 
 EXTENTS = (2, 3, 7, 11)
 

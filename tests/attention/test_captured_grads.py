@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_ext.attention.captured_grads import NotUnderstood, axes_of, constant_of, returning, take_apart
+from inductor_ext.attention.captured_grads import NotUnderstood, constant_of, take_apart
 from inductor_ext.attention.cpu_tiles import over_grid
+from inductor_ext.attention.score_mod import returning
 from tests.support import random_score_mods
 
 
@@ -33,14 +34,14 @@ def contributions(score_mod, *captured):
 
 
 def test_one_index():
-    joint, ((only,),) = contributions(lambda s, b, h, q, k, t: s + t[h, k], torch.zeros(2, 5))
+    _, ((only,),) = contributions(lambda s, b, h, q, k, t: s + t[h, k], torch.zeros(2, 5))
     assert len(only.indices) == 2
-    assert axes_of(joint.module, only) == (False, True, False, True)
+    assert only.axes == (False, True, False, True)
 
 
 def test_indexed_twice():
-    joint, (both,) = contributions(lambda s, b, h, q, k, t: s + t[q] * t[k], torch.zeros(5))
-    assert sorted(axes_of(joint.module, c) for c in both) == [(False, False, False, True), (False, False, True, False)]
+    _, (both,) = contributions(lambda s, b, h, q, k, t: s + t[q] * t[k], torch.zeros(5))
+    assert sorted(c.axes for c in both) == [(False, False, False, True), (False, False, True, False)]
 
 
 def test_constant_index():
@@ -60,8 +61,8 @@ def test_no_gradient_for_an_unused_table():
 
 
 def test_index_that_depends_on_the_score_differs_everywhere():
-    joint, ((only,),) = contributions(lambda s, b, h, q, k, t: s + t[(s > 0).to(torch.int32)], torch.zeros(2))
-    assert axes_of(joint.module, only) == (True,) * 4
+    _, ((only,),) = contributions(lambda s, b, h, q, k, t: s + t[(s > 0).to(torch.int32)], torch.zeros(2))
+    assert only.axes == (True,) * 4
 
 
 def test_a_row_is_not_understood():
