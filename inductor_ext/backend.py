@@ -35,7 +35,7 @@ from .mlstm import rewrite as mlstm
 from .options import Options, split
 from .registry import NAMES
 from .scan.scan import scan
-from .torch_api import config
+from .torch_api import bisector, config
 from .torch_api.config import (
     cacheable,
     custom_passes,
@@ -145,6 +145,7 @@ def gradfuse(
     """
     parsed, patches = _checked(mode, options, dynamic)
     number = next(_numbers)
+    parsed = replace(parsed, disable=parsed.disable | bisector.turned_off("gradfuse", NAMES, f"graph {number}"))
     if number >= int(os.environ.get("GRADFUSE_GRAPHS", sys.maxsize)):
         # ``gradfuse bisect`` leaves the later graphs to stock, and writes out the last graph that is not left to stock.
         return _compile(gm, example_inputs, replace(parsed, disable=frozenset(NAMES)), patches, number)
@@ -164,6 +165,7 @@ def gradfuse(
 
 gradfuse.reset = reset_cudagraphs
 register("gradfuse", gradfuse)
+bisector.offer("gradfuse", NAMES)
 check_options_at_once(gradfuse, _checked)
 relax_front_end_checks(gradfuse)
 relax_captured_scans(gradfuse)

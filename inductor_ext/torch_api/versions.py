@@ -77,6 +77,7 @@ NAMES: tuple[PrivateName, ...] = (
         "ops",
     ),
     *_of("torch._inductor.compile_fx", "config", "compile_fx", "compile_fx_inner"),
+    *_of("torch._inductor.compiler_bisector", "bisector", "BACKENDS", "BisectSubsystem", "CompilerBisector"),
     *_of("torch._inductor.config", "config, lowering"),
     *_of("torch._inductor.cudagraph_trees", "config", "reset_cudagraph_trees"),
     *_of("torch._inductor.custom_graph_pass", "config", "CustomGraphPass"),

@@ -5,8 +5,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from torch._inductor.compiler_bisector import CompilerBisector
 
-from inductor_ext import bisect
+from inductor_ext import backend, bisect, passes
+from tests.support.eager_graphs import eager_graphs
 
 #: Hoisting doubles every table: the second of two compiled functions comes out wrong.
 SCRIPT = """
@@ -66,3 +69,26 @@ def test_a_script_that_succeeds_has_nothing_to_find(tmp_path):
 
 def test_the_first_failure_is_found_by_halving():
     assert [bisect.first(lambda n, least=least: n >= least, 100) for least in (1, 2, 57, 100)] == [1, 2, 57, 100]
+
+
+def test_the_bisector_of_pytorch_knows_our_passes(monkeypatch):
+    def wrong(build, options):
+        (output,) = build.graph.find_nodes(op="output")
+        first = next(n for n in output.all_input_nodes if n.op == "call_function")
+        with build.graph.inserting_after(first):
+            doubled = build.graph.call_function(torch.ops.aten.mul.Tensor, (first, 2.0))
+            doubled.meta = dict(first.meta)
+        first.replace_all_uses_with(doubled, delete_user_cb=lambda user: user is not doubled)
+
+    monkeypatch.setattr(passes.casts, "rewrite", wrong)
+
+    def succeeds():
+        torch._dynamo.reset()
+        x = torch.arange(4.0)
+        with eager_graphs():
+            # The bisector replaces the backend by the one that it tries.
+            return torch.equal(torch.compile(lambda x: x + 1, backend="gradfuse")(x), x + 1)
+
+    found = CompilerBisector.do_bisect(succeeds)
+    assert (found.backend, found.subsystem) == (backend.gradfuse.__name__, "casts")
+    assert found.debug_info.startswith("graph ")
