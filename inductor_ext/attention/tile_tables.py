@@ -42,6 +42,16 @@ class TileTable:
     by_batch: bool
     by_head: bool
 
+    @property
+    def name(self) -> str:
+        """The name of its tile in a kernel, which is an input of the score_mod's subgraphs."""
+        return f"table_{self.number}"
+
+    @property
+    def pointer(self) -> str:
+        """The name of the kernel's argument."""
+        return self.name.upper()
+
 
 @dataclass(frozen=True)
 class TileTables:
@@ -70,8 +80,8 @@ class TileTables:
         for table in self.tables:
             buffer = self.captured[table.owner]
             with graph.inserting_after(last):
-                tile = last = graph.placeholder(f"table_{table.number}")
-            made.append(input_buffer(f"table_{table.number}", buffer.get_dtype(), buffer.get_device()))
+                tile = last = graph.placeholder(table.name)
+            made.append(input_buffer(table.name, buffer.get_dtype(), buffer.get_device()))
             for read in _reads(inputs.captured[table.owner]):
                 tile.meta = dict(read.meta)
                 read.replace_all_uses_with(tile)
