@@ -52,7 +52,9 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_SOURCE = load("attention/flex_backward", "attention/flex_tables", "attention/kinds/*")
+_SOURCE = load(
+    "attention/flex_backward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*", "attention/backward/*"
+)
 _template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 

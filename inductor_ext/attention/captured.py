@@ -111,6 +111,16 @@ class TemplateContribution:
     one_writer: bool
     partial: bool
 
+    @property
+    def name(self) -> str:
+        """The name of its gradient in the kernel."""
+        return f"grad_{self.number}"
+
+    @property
+    def pointer(self) -> str:
+        """The name of the kernel's argument."""
+        return self.name.upper()
+
 
 @dataclass
 class CapturedGradients:

@@ -33,7 +33,7 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_SOURCE = load("attention/flex_forward", "attention/flex_tables", "attention/kinds/*")
+_SOURCE = load("attention/flex_forward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*")
 _template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
 
 

@@ -104,8 +104,8 @@ class Inlining:
         for table in self.tables.tables:
             buffer = self.captured[table.owner]
             with graph.inserting_after(last):
-                tile = last = graph.placeholder(f"table_{table.number}")
-            made.append(input_buffer(f"table_{table.number}", buffer.get_dtype(), buffer.get_device()))
+                tile = last = graph.placeholder(table.name)
+            made.append(input_buffer(table.name, buffer.get_dtype(), buffer.get_device()))
             for read in reads_of(inputs.captured[table.owner]):
                 tile.meta = dict(read.meta)
                 read.replace_all_uses_with(tile)

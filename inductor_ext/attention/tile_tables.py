@@ -41,6 +41,16 @@ class TileTable:
     by_batch: bool
     by_head: bool
 
+    @property
+    def name(self) -> str:
+        """The name of its tile in a kernel, which is an input of the score_mod's subgraphs."""
+        return f"table_{self.number}"
+
+    @property
+    def pointer(self) -> str:
+        """The name of the kernel's argument."""
+        return self.name.upper()
+
 
 @dataclass(frozen=True)
 class TileTables:
