@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.fx import fake_tensor, shape_of, value_of
 from ..core.integers import exact_integers
 from ..torch_api.sizes import statically_known_true
-from .captured_grads import constant_of, shape_of
+from .captured_grads import constant_of
 
 aten = torch.ops.aten
 
@@ -46,8 +47,8 @@ def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | 
 
 def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
     rule = _INTERVAL_RULES.get(node.target)
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+    value = fake_tensor(node)
+    if value is None or value.is_floating_point() or value.is_complex():
         return UNBOUNDED
     bounds = exact_integers(value.dtype)
     if rule is None or node.kwargs.get("alpha", 1) != 1:
@@ -176,7 +177,7 @@ def safe_reads(
 def call(graph: torch.fx.Graph, target: Any, *args: Any, like: Node, dtype: torch.dtype | None = None) -> Node:
     """Insert a scalar op with the metadata of ``like``, and with another dtype if one is given."""
     node = graph.call_function(target, args)
-    node.meta["val"] = like.meta["val"].to(dtype) if dtype else like.meta["val"]
+    node.meta["val"] = value_of(like).to(dtype) if dtype else value_of(like)
     return node
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..core import subgraphs
+from ..core.fx import shape_of
 from ..core.kernels import LARGEST_TILE
 from ..core.templates import Listed
 from ..torch_api.higher_order import FlexBlockMask
@@ -28,7 +29,7 @@ from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
 from . import common, deterministic, score_graphs
 from .calls import lengths
-from .captured_grads import Contribution, JointGraph, axes_of, depends_on_score, returning, shape_of
+from .captured_grads import Contribution, JointGraph, axes_of, depends_on_score, returning
 from .kinds import PAIR, Reduction
 from .kinds.diagonals import STRIP_ROWS, strip_shape
 from .score_mod import ScoreMod

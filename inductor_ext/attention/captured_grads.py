@@ -16,20 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..core.fx import CASTS_AND_COPIES, ZEROS, shape_of
 from ..torch_api.higher_order import zeros_and_scatter
 from .score_mod import ScoreMod
 
 aten = torch.ops.aten
-
-_PASS_THROUGH = {
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}
-_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
 class NotUnderstood(Exception):
@@ -65,11 +56,6 @@ class JointGraph:
     captured: tuple[tuple[Contribution, ...] | None, ...]
 
 
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """Return the shape of the fake tensor with which a node was traced."""
-    return tuple(node.meta["val"].shape)
-
-
 def output_nodes(graph: Graph) -> list[Any]:
     """Return the nodes that a graph returns, as a flat list."""
     (out,) = graph.find_nodes(op="output")[0].args
@@ -97,7 +83,7 @@ def _with_constants(contribution: Contribution) -> Contribution:
 
 def constant_of(index: Any) -> int | None:
     """Return the integer that an index is, if the score_mod has a constant there (``table[h, 3]``), otherwise None."""
-    while isinstance(index, Node) and index.target in _PASS_THROUGH:
+    while isinstance(index, Node) and index.target in CASTS_AND_COPIES:
         index = index.args[0]
     if isinstance(index, Node) and index.op == "get_attr":
         index = getattr(index.graph.owning_module, index.target)
@@ -109,9 +95,9 @@ def constant_of(index: Any) -> int | None:
 
 
 def _contributions(node: Node) -> list[Contribution]:
-    if node.target in _PASS_THROUGH:
+    if node.target in CASTS_AND_COPIES:
         return _contributions(node.args[0])
-    if node.target in _ZEROS:
+    if node.target in ZEROS:
         return []
     if node.target is aten.add.Tensor and isinstance(node.args[1], Node) and node.kwargs.get("alpha", 1) == 1:
         return _contributions(node.args[0]) + _contributions(node.args[1])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from ..core.fx import HALF, shape_of, value_of
 from .bounds import in_range, safe_reads
 from .calls import lengths
 from .captured_grads import JointGraph, axes_of, output_nodes, returning
@@ -36,7 +37,7 @@ def without_narrowing(module: GraphModule) -> GraphModule:
             node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
         else:
             continue
-        if dtype in (torch.float16, torch.bfloat16) and node.args[0].meta["val"].is_floating_point():
+        if dtype in HALF and value_of(node.args[0]).is_floating_point():
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     _widen_reads(module)
@@ -47,10 +48,10 @@ def without_narrowing(module: GraphModule) -> GraphModule:
 def _widen_reads(module: GraphModule) -> None:
     """Cast what is read from half-precision tensors to fp32, because everything here is computed in fp32."""
     for read in list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor)):
-        if read.meta["val"].dtype in (torch.float16, torch.bfloat16):
+        if value_of(read).dtype in HALF:
             with module.graph.inserting_after(read):
                 wide = module.graph.call_function(aten._to_copy.default, (read,), {"dtype": torch.float32})
-            wide.meta = {**read.meta, "val": read.meta["val"].float()}
+            wide.meta = {**read.meta, "val": value_of(read).float()}
             read.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
 
 
@@ -90,7 +91,7 @@ class JointFunction:
         """Make the function from the joint graph of one flex_attention_backward node."""
         inputs = ScoreMod.of_joint(joint.module.graph)
         ranges = inputs.ranges(lengths(node))
-        shapes = [p.meta["val"] for p in inputs.captured]
+        shapes = [shape_of(p) for p in inputs.captured]
         flat = [(i, c) for i, contributions in enumerate(joint.captured) for c in contributions or ()]
         outputs: list[Any] = [joint.grad_score]
         for _, contribution in flat:
@@ -102,9 +103,7 @@ class JointFunction:
             owners=tuple(i for i, _ in flat),
             ranks=tuple(len(c.indices) for _, c in flat),
             reduced=tuple(tuple(axis for axis, used in enumerate(axes_of(joint.module, c)) if not used) for _, c in flat),
-            trusted=tuple(
-                tuple(in_range(x, s, ranges) for x, s in zip(c.indices, shapes[i].shape, strict=True)) for i, c in flat
-            ),
+            trusted=tuple(tuple(in_range(x, s, ranges) for x, s in zip(c.indices, shapes[i], strict=True)) for i, c in flat),
             wanted=tuple(c is not None for c in joint.captured),
         )
 

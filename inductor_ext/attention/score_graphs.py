@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.fx import value_of
 from ..core.subgraphs import expression
 from ..torch_api.ir import inductor_ir, input_buffer
 from ..torch_api.lowering import V
@@ -126,7 +127,7 @@ def address(
 
 
 def _device(node: Node) -> torch.device:
-    return node.meta["val"].device
+    return value_of(node).device
 
 
 def is_wide(buffers: Sequence[Any]) -> bool:

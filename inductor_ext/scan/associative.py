@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.fx import working_dtype
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop
@@ -79,7 +80,7 @@ def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[T
     Half precision is scanned in fp32, as within one kernel, and rounded at the end.
     """
     dtypes, length = [x.dtype for x in xs], xs[0].shape[0]
-    xs = [x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x for x in xs]
+    xs = [x.to(working_dtype(x.dtype)) for x in xs]
 
     def wide(*flat: Tensor) -> list[Tensor]:
         results = pytree.tree_leaves(combine(*flat))

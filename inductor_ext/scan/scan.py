@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..core.depend import depend
+from ..core.fx import working_dtype
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
@@ -235,7 +236,7 @@ def _adjoint(
     (some, *_) = (g for g in grads if g is not None)
     found: dict[int, Tensor] = {}
     for group in groups:
-        wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
+        wide = {i: working_dtype((some if grads[i] is None else grads[i]).dtype) for i in group}
         if len(group) == 1 and (group[0], group[0]) in jacobian and supported(some):
             (i,) = group
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
