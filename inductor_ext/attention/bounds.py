@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.fx import fake_tensor, shape_of, value_of
+from ..core.fx import CASTS_AND_COPIES, fake_tensor, shape_of, value_of
 from ..core.integers import exact_integers
 from ..torch_api.sizes import statically_known_true
 from .captured_grads import constant_of
@@ -136,11 +136,7 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
     aten.clamp_min.default: _maximum,
     aten.clamp_max.default: _minimum,
     aten.where.self: _where,
-    aten._to_copy.default: lambda x, *_: x,
-    aten.detach.default: lambda x: x,
-    aten.lift_fresh_copy.default: lambda x: x,
-    aten.alias.default: lambda x: x,
-    aten.clone.default: lambda x: x,
+    **dict.fromkeys(CASTS_AND_COPIES, lambda x, *_: x),
 }
 
 
