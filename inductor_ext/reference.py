@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils.checkpoint import checkpoint
 
+from .core.fx import working_dtype
 from .core.purity import is_random
 from .torch_api.frontend import scalar_indexing
 from .torch_api.graph import HigherOrderOperator, pytree
@@ -78,7 +79,7 @@ def _attention(
     mask_captured: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flex_attention`` as dense math: the output, and the logsumexp and the maximum in base 2."""
-    work = torch.promote_types(query.dtype, torch.float32)
+    work = working_dtype(query.dtype)
     mask_mod, group = block_mask[-1], query.shape[1] // key.shape[1]
     rows, columns = (torch.arange(x.shape[2], device=query.device, dtype=torch.int32) for x in (query, key))
 

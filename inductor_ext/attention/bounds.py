@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.fx import CASTS_AND_COPIES, fake_tensor, shape_of, value_of
 from ..core.integers import exact_integers
 from ..core.subgraphs import expression
 from ..torch_api.sizes import statically_known_true
-from .captured_grads import constant_of, shape_of
+from .captured_grads import constant_of
 
 aten = torch.ops.aten
 
@@ -50,8 +51,8 @@ def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | 
 
 def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
     rule = _INTERVAL_RULES.get(node.target)
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+    value = fake_tensor(node)
+    if value is None or value.is_floating_point() or value.is_complex():
         return UNBOUNDED
     bounds = exact_integers(value.dtype)
     if rule is None or node.kwargs.get("alpha", 1) != 1:
@@ -139,11 +140,7 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
     aten.clamp_min.default: _maximum,
     aten.clamp_max.default: _minimum,
     aten.where.self: _where,
-    aten._to_copy.default: lambda x, *_: x,
-    aten.detach.default: lambda x: x,
-    aten.lift_fresh_copy.default: lambda x: x,
-    aten.alias.default: lambda x: x,
-    aten.clone.default: lambda x: x,
+    **dict.fromkeys(CASTS_AND_COPIES, lambda x, *_: x),
 }
 
 
@@ -180,7 +177,7 @@ def safe_reads(
 def call(graph: torch.fx.Graph, target: Any, *args: Any, like: Node, dtype: torch.dtype | None = None) -> Node:
     """Insert a scalar op with the metadata of ``like``, and with another dtype if one is given."""
     node = graph.call_function(target, args)
-    node.meta["val"] = like.meta["val"].to(dtype) if dtype else like.meta["val"]
+    node.meta["val"] = value_of(like).to(dtype) if dtype else value_of(like)
     return node
 
 
@@ -223,7 +220,7 @@ def become_address(module: GraphModule, shape: Sequence[Any], extents: dict[Node
     """
     graph = module.graph
     output = graph.find_nodes(op="output")[0]
-    device = next(iter(extents)).meta["val"].device
+    device = value_of(next(iter(extents))).device
     checked = False
     wide = any(isinstance(s, torch.SymInt) for s in shape) or math.prod(shape) > INT32_ELEMENTS
     dtype = torch.int64 if wide else torch.int32

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ..core.fx import value_of
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.ir import realize
 
@@ -92,5 +93,5 @@ class BackwardCall(_Call):
 
 def lengths(node: Node) -> list[Any]:
     """Return the numbers of values of b, h, q and k, for a node of either op that was traced with fake tensors."""
-    query, key = (node.args[i].meta["val"] for i in (0, 1))
+    query, key = (value_of(node.args[i]) for i in (0, 1))
     return [query.shape[0], query.shape[1], query.shape[2], key.shape[2]]

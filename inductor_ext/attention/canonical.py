@@ -24,7 +24,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.purity import called, is_pure
+from ..core.fx import HALF, called, fake_tensor, value_of
+from ..core.purity import is_pure
 from ..core.report import leave_to_stock, record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
@@ -85,12 +86,6 @@ def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
         fresh = f"{name}_gradfuse_{i}"
     gm.add_module(fresh, module)
     return gm.graph.get_attr(fresh)
-
-
-def fake_tensor(node: Any) -> Any:
-    """Return the fake tensor of a Dynamo node, or None for anything else."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def needs_grad(operands: list[Any]) -> bool:
@@ -160,7 +155,7 @@ def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[A
     for placeholder, operand in zip(ScoreMod.of(graph).captured, captured, strict=True):
         if placeholder not in learned and needs_grad([operand]):
             operand = outer.method("detach", operand)
-            placeholder.meta = {**placeholder.meta, "example_value": operand.meta["example_value"]}
+            placeholder.meta = {**placeholder.meta, "example_value": value_of(operand)}
         result.append(operand)
     return result
 
@@ -200,7 +195,7 @@ def _compute_outside(outer: Inserter, graph: Graph, captured: list[Any], done: l
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    return value.float() if value.dtype in HALF else value
 
 
 def _widened(outer: Inserter, operand: Any) -> Any:

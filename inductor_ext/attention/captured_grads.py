@@ -16,20 +16,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.fx import CASTS_AND_COPIES, ZEROS, cone, dtype_of, shape_of
+from ..core.integers import exact_integers
 from ..torch_api.higher_order import zeros_and_scatter
 from .score_mod import ScoreMod, output_nodes
 
 aten = torch.ops.aten
-
-_PASS_THROUGH = {
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    torch.ops.prims.convert_element_type.default,
-}
-_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
 class NotUnderstood(Exception):
@@ -79,11 +71,6 @@ class JointGraph:
     captured: tuple[tuple[Contribution, ...] | None, ...]
 
 
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """Return the shape of the fake tensor with which a node was traced."""
-    return tuple(node.meta["val"].shape)
-
-
 def take_apart(module: GraphModule) -> JointGraph:
     """Split a joint graph ``(score, b, h, q, k, grad_score, *captured) -> gradients`` into contributions.
 
@@ -103,43 +90,34 @@ def take_apart(module: GraphModule) -> JointGraph:
 def _contribution(inputs: ScoreMod, shape: tuple[Any, ...], value: Node, indices: Sequence[Any]) -> Contribution:
     constants = (constant_of(i) for i in indices)
     indices = tuple(i if c is None else c for i, c in zip(indices, constants, strict=True))
-    reached = _reached(indices)
+    reached = cone(*(i for i in indices if isinstance(i, Node)))
     on_score = not reached.isdisjoint((inputs.score, inputs.grad_score))
     axes = tuple(on_score or position in reached for position in inputs.positions)
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
     return Contribution(value, indices, shape, positions, axes, on_score)
 
 
-def _reached(indices: Sequence[Any]) -> set[Node]:
-    """Return all nodes from which the indices are computed."""
-    reached: set[Node] = set()
-    stack = [i for i in indices if isinstance(i, Node)]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(node.all_input_nodes)
-    return reached
-
-
 def constant_of(index: Any) -> int | None:
     """Return the integer that an index is, if the score_mod has a constant there (``table[h, 3]``), otherwise None."""
-    while isinstance(index, Node) and index.target in _PASS_THROUGH:
+    kept = []
+    while isinstance(index, Node) and index.target in CASTS_AND_COPIES:
+        kept.append(exact_integers(dtype_of(index)))
         index = index.args[0]
     if isinstance(index, Node) and index.op == "get_attr":
         index = getattr(index.graph.owning_module, index.target)
     elif isinstance(index, Node) and index.target is aten.full.default and not index.args[0]:
         index = index.args[1]
-    if isinstance(index, torch.Tensor):
-        return int(index) if index.dim() == 0 and not index.is_floating_point() else None
-    return index if isinstance(index, int) else None
+    if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point():
+        index = int(index)
+    # A narrow dtype makes another number of one that does not fit.
+    return index if isinstance(index, int) and all(low <= index <= high for low, high in kept) else None
 
 
 def _scatters(node: Node) -> list[tuple[Node, tuple[Any, ...]]]:
     """Return the value and the indices of each scatter of a scalar of which a gradient is the sum."""
-    if node.target in _PASS_THROUGH:
+    if node.target in CASTS_AND_COPIES:
         return _scatters(node.args[0])
-    if node.target in _ZEROS:
+    if node.target in ZEROS:
         return []
     if node.target is aten.add.Tensor and isinstance(node.args[1], Node) and node.kwargs.get("alpha", 1) == 1:
         return _scatters(node.args[0]) + _scatters(node.args[1])

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 
+from ..core.fx import fake_tensor
 from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, next_power_of_two
 from ..core.report import user_line
 from ..torch_api.config import uses_triton_on_cpu
@@ -48,8 +49,8 @@ def not_scalar(module: torch.fx.GraphModule) -> str | None:
     The reason is the first op whose result is not a scalar, with the user's line.
     """
     for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() > 0:
+        value = fake_tensor(node)
+        if node.op == "call_function" and value is not None and value.dim() > 0:
             what = f"it computes a tensor of shape {tuple(value.shape)} for every score ({node.target})"
             return f"{what} {user_line(node)}".strip()
     return None

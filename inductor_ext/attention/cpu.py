@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..core.cpu_loops import QUERY_BLOCK
+from ..core.fx import value_of
 from ..core.replace_node import replace_node
 from ..core.report import STOCK, record, user_line
 from ..options import Options
@@ -35,7 +36,7 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         return
     for op, expand in ((flex_attention_hop, _expand_forward), (flex_attention_backward_hop, _expand_backward)):
         for node in gm.graph.find_nodes(op="call_function", target=op):
-            if node.args[0].meta["val"].device.type == "cpu":
+            if value_of(node.args[0]).device.type == "cpu":
                 expand(gm, node, options)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..core.cpu_loops import KeySegments, QueryBlocks, scan
+from ..core.fx import working_dtype
 from .cpu_tiles import JointFunction, over_grid
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ class DenseAttention:
         count = 4 if self.has_full_blocks else 2
         tables = [_listed(*rest[i : i + 2]) for i in range(0, count, 2)]
         captured = list(rest[count:])
-        work = torch.float64 if query.dtype == torch.float64 else torch.float32
+        work = working_dtype(query.dtype)
         blocks = QueryBlocks(query.shape[2], query.device)
         keys = KeySegments(key.shape[2], self.query_block, self.key_block, query.device)
         ranges = (key.shape[2], *query.shape[:2])

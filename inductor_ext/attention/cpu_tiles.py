@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from ..core.fx import HALF, value_of
 from .bounds import in_range, safe_reads
 from .calls import lengths
 from .captured_grads import JointGraph
@@ -36,7 +37,7 @@ def without_narrowing(module: GraphModule) -> GraphModule:
             node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
         else:
             continue
-        if dtype in (torch.float16, torch.bfloat16) and node.args[0].meta["val"].is_floating_point():
+        if dtype in HALF and value_of(node.args[0]).is_floating_point():
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     _widen_reads(module)
@@ -47,10 +48,10 @@ def without_narrowing(module: GraphModule) -> GraphModule:
 def _widen_reads(module: GraphModule) -> None:
     """Cast what is read from half-precision tensors to fp32, because everything here is computed in fp32."""
     for read in list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor)):
-        if read.meta["val"].dtype in (torch.float16, torch.bfloat16):
+        if value_of(read).dtype in HALF:
             with module.graph.inserting_after(read):
                 wide = module.graph.call_function(aten._to_copy.default, (read,), {"dtype": torch.float32})
-            wide.meta = {**read.meta, "val": read.meta["val"].float()}
+            wide.meta = {**read.meta, "val": value_of(read).float()}
             read.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
 
 

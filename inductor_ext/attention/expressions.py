@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .footprints import name_of
+from ..core.fx import indices_of, name_of
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 _INFIX |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and_": "&", "or_": "|"}
@@ -34,8 +34,7 @@ def _text(node: Any) -> str:
         number = inputs.index(node)
         return ("score", "b", "h", "q", "k")[number] if number < 5 else _WRAPPING.sub("", node.name) or node.name
     if node.target is operator.getitem:
-        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return f"{_text(node.args[0])}[{', '.join(map(_text, indices))}]"
+        return f"{_text(node.args[0])}[{', '.join(map(_text, indices_of(node)))}]"
     name = name_of(node)
     if name in _INFIX and len(node.args) == 2:
         return f" {_INFIX[name]} ".join(_operand(a) for a in node.args)

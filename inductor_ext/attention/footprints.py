@@ -29,8 +29,8 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from ..core.fx import dtype_of, name_of, value_or_none
 from ..core.integers import exact_integers
-from ..torch_api.graph import OpOverload
 from ..torch_api.sizes import ValueRanges, bound_sympy
 from .kinds import COLUMN, NONE, PAIR, ROW, FootprintKind, K, Q, join, recognise
 from .reductions import factors, summed
@@ -141,7 +141,7 @@ def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[
 
 
 def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: Ranges) -> bool:
-    dtype = _dtype(node)
+    dtype = dtype_of(node)
     integers = [n for n in node.all_input_nodes if n in values and not _is_float(n)]
     if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers or _reads(node):
         return False
@@ -159,7 +159,7 @@ def _reads(node: Node) -> bool:
 
 
 def _is_float(node: Node) -> bool:
-    dtype = _dtype(node)
+    dtype = dtype_of(node)
     return dtype is not None and dtype.is_floating_point
 
 
@@ -182,18 +182,10 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
             if value.polynomial is None and _exact(node) and value.footprint.kind is not PAIR:
                 atom = sympy.Symbol(f"n{next(counter)}", integer=True)
                 atoms[atom] = value.footprint
-                ranges.add(atom, _dtype(node))
+                ranges.add(atom, dtype_of(node))
                 value = value._replace(polynomial=atom)
             values[node] = value
     return values
-
-
-def name_of(node: Node) -> str:
-    """Return the name of the function, method or op that a node calls, without its module and overload."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        return target._schema.name.split("::")[1]
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 class Ranges:
@@ -217,11 +209,6 @@ class Ranges:
         least, greatest = exact_integers(dtype)
         found = bound_sympy(sympy.expand(polynomial), self._ranges)
         return bool(found.lower >= least and found.upper <= greatest)
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    """Return the dtype of a node's tensor, or None for a Python number."""
-    return getattr(_fake(node), "dtype", None)
 
 
 def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges) -> _Value:
@@ -256,19 +243,15 @@ def _indices(node: Node) -> Sequence[Any]:
     return indices if isinstance(indices, (tuple, list)) else (indices,)
 
 
-def _fake(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _size_symbol(captured: Node) -> sympy.Expr | None:
     """Return a symbol for a captured symbolic integer, which is a constant of the analysis."""
-    value = _fake(captured)
+    value = value_or_none(captured)
     return sympy.Symbol(f"size_{captured.name}", integer=True) if isinstance(value, (int, torch.SymInt)) else None
 
 
 def _exact(node: Node) -> bool:
     """Return whether a node's dtype represents sums and products of positions exactly."""
-    value = _fake(node)
+    value = value_or_none(node)
     if isinstance(value, torch.Tensor):
         return value.dtype in (torch.int32, torch.int64)
     return isinstance(value, (int, torch.SymInt))
@@ -276,14 +259,14 @@ def _exact(node: Node) -> bool:
 
 def _polynomial(node: Node, name: str, values: dict[Node, _Value], ranges: Ranges) -> sympy.Expr | None:
     """The node's value as a polynomial of its operands', None where it is not exact integer arithmetic."""
-    dtype = _dtype(node)
+    dtype = dtype_of(node)
     if dtype is not None and dtype not in _FOLLOWED:
         return None
     result = _exact_result(node, name, values)
     if result is None:
         return None
     # An operand of another dtype is cast first.
-    kept = all(_keeps(values[a].polynomial, _dtype(a), dtype, ranges) for a in node.all_input_nodes)
+    kept = all(_keeps(values[a].polynomial, dtype_of(a), dtype, ranges) for a in node.all_input_nodes)
     floats = dtype is not None and dtype.is_floating_point
     return result if kept and (not floats or ranges.fits(result, dtype)) else None
 

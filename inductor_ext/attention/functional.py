@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..core.purity import called, changes_in_place, is_pure, sets_gradient_mode
+from ..core.fx import called, dtype_of, fake_tensor, indices_of, value_of
+from ..core.purity import changes_in_place, is_pure, sets_gradient_mode
 
 _OPERATORS = {
     getattr(operator, f"i{name}"): getattr(operator, name)
@@ -78,10 +79,9 @@ def _check_in_place(node: Node) -> None:
 
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return not any(isinstance(i, Node) for i in index)
+        return not any(isinstance(i, Node) for i in indices_of(node))
     if called(node) in _CASTS and isinstance(node.args[0], Node):
-        return _dtype(node) is _dtype(node.args[0])
+        return dtype_of(node) is dtype_of(node.args[0])
     return called(node) in _VIEWS
 
 
@@ -100,7 +100,7 @@ def _functional(node: Node) -> tuple[str, Any] | None:
 
 
 def _out_of_place(graph: Graph, node: Node) -> None:
-    changed, value = node.args[0], node.args[0].meta["example_value"]
+    changed, value = node.args[0], value_of(node.args[0])
     op, target = _functional(node)
     kwargs = {**node.kwargs, **({"inplace": False} if "inplace" in node.kwargs else {})}
     with graph.inserting_before(node):
@@ -112,7 +112,7 @@ def _out_of_place(graph: Graph, node: Node) -> None:
         else:
             new = graph.create_node(op, target, node.args, kwargs)
         new.meta = dict(node.meta)
-        if any(_dtype(n) is not value.dtype for n in node.all_input_nodes):
+        if any(dtype_of(n) is not value.dtype for n in node.all_input_nodes):
             # The result of an in-place op has the dtype of the value that it changes, whatever the other operands are.
             new = graph.call_method("to", (new, value.dtype))
             new.meta = dict(node.meta)
@@ -120,10 +120,6 @@ def _out_of_place(graph: Graph, node: Node) -> None:
     for user in [u for u in changed.users if u > node]:
         user.replace_input_with(changed, new)
     graph.erase_node(node)
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    return getattr(node.meta.get("example_value"), "dtype", None)
 
 
 def _detach_regions(graph: Graph) -> None:
@@ -137,7 +133,7 @@ def _detach_regions(graph: Graph) -> None:
             without.append(node)
     for node in without:
         outside = [user for user in node.users if user not in without]
-        if outside and isinstance(node.meta.get("example_value"), torch.Tensor):
+        if outside and fake_tensor(node) is not None:
             with graph.inserting_after(node):
                 detached = graph.call_method("detach", (node,))
             detached.meta = dict(node.meta)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,15 +34,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..core import depend  # noqa: F401  (registers gradfuse::depend)
 from ..core.dynamo_graph import Inserter
-from ..core.purity import called
+from ..core.fx import called, cone, fake_tensor, indices_of, name_of, working_dtype
 from ..core.report import record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
-from .canonical import drop_unused, fake_tensor, install, needs_grad
+from .canonical import drop_unused, install, needs_grad
 from .descriptor import described
 from .expressions import expression
-from .footprints import Footprint, footprints, inexact_integers, join_all, name_of, names
+from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
 from .kinds import NONE, PAIR, FootprintKind
 from .score_mod import ScoreMod
@@ -192,19 +191,19 @@ class _Hoist:
 
         A term may do so if it has an infinite constant, or a frozen tensor of floats (which may be a mask of -inf).
         """
-        cone = self._cone(node)
-        numbers = [a for n in cone for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+        inside = cone(node)
+        numbers = [a for n in inside for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
         if any(math.isinf(x) for x in numbers):
             return []
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
-        read = [operands[n] for n in cone if n in operands]
+        read = [operands[n] for n in inside if n in operands]
         floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
         return floats if all(fake_tensor(x).requires_grad for x in floats) else []
 
     def _learned_anywhere(self, node: Any) -> list[Any]:
         """Return the captured tensors that a term reads and that need a gradient."""
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
-        read = [operands[n] for n in self._cone(node) if n in operands] if isinstance(node, Node) else []
+        read = [operands[n] for n in cone(node) if n in operands] if isinstance(node, Node) else []
         return [x for x in read if needs_grad([x])]
 
     def merge_sums(self) -> None:
@@ -268,7 +267,7 @@ class _Hoist:
 
     def _sums_vectors(self, node: Node) -> bool:
         """Return whether a number is computed from whole rows of captured tensors. No kernel can do that for every score."""
-        return any(_is_vector(n) for n in self._cone(node))
+        return any(_is_vector(n) for n in cone(node))
 
     def _small(self, footprint: Footprint) -> bool:
         """Return whether a table of pairs is small enough."""
@@ -280,7 +279,7 @@ class _Hoist:
             return False
         if not self.footprints[node].kind.expensive or self._sums_vectors(node):
             return True
-        wide = [n for n in self._cone(node) if self.footprints[n].kind.expensive]
+        wide = [n for n in cone(node) if self.footprints[n].kind.expensive]
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 
     def _plain_read(self, node: Node) -> bool:
@@ -288,30 +287,18 @@ class _Hoist:
         positions = ScoreMod.of(self.graph).positions
         if not self._is_read(node) or node.args[0].op != "placeholder":
             return False
-        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return all(isinstance(i, int) or i in positions for i in indices)
+        return all(isinstance(i, int) or i in positions for i in indices_of(node))
 
     def _is_read(self, node: Node) -> bool:
         return node.target is operator.getitem
 
     def _reads_tables(self, node: Node) -> bool:
-        return any(self._is_read(n) for n in self._cone(node))
+        return any(self._is_read(n) for n in cone(node))
 
     def _inside_a_sum(self, node: Node) -> bool:
         return len(node.users) == 1 and _adds_numbers(next(iter(node.users)))
 
     # ------------------------------------------------ pieces
-
-    def _cone(self, node: Node) -> Iterable[Node]:
-        """Return a node and all nodes from which it is computed."""
-        seen = {node: None}
-        stack = [node]
-        while stack:
-            for n in stack.pop().all_input_nodes:
-                if n not in seen:
-                    seen[n] = None
-                    stack.append(n)
-        return seen
 
     def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
         """Return a sum as signed terms. A node that is not a sum, or that is also used elsewhere, is one term."""
@@ -347,7 +334,7 @@ class _Hoist:
         read, note = self.tables.read(group, footprint)
         read.meta = dict(group[0][1].meta)
         # Keep the marks of the user's terms that the table contains, if pictures.py has set any.
-        read.meta["terms"] = {t for _, n in group for m in self._cone(n) for t in m.meta.get("terms", ())}
+        read.meta["terms"] = {t for _, n in group for m in cone(n) for t in m.meta.get("terms", ())}
         self.reads.add(read)
         self.footprints[read] = footprint
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
@@ -366,14 +353,14 @@ def _adds_numbers(node: Any) -> bool:
     return len(kinds) == 1 and None not in kinds
 
 
-def _precision(x: Any) -> str | None:
+def _precision(x: Any) -> torch.dtype | str | None:
     """Return the precision in which a term is computed here (half precision: fp32); "number" for a Python number."""
     if isinstance(x, (int, float)):
         return "number"
     value = fake_tensor(x)
     if value is None or not value.is_floating_point():
         return None
-    return "float64" if value.dtype is torch.float64 else "float32"
+    return working_dtype(value.dtype)
 
 
 def _single_use(node: Any) -> bool:

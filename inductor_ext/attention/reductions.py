@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from ..core.purity import called
+from ..core.fx import called, cone, fake_tensor
 from .score_mod import ScoreMod
 
 _DOTS = {"dot", "vdot", "inner", "matmul"}
@@ -37,7 +36,7 @@ def factors(node: Node) -> tuple[Node, Node] | None:
     if terms is None or len(terms) != 2 or any(_rank(x) != 1 for x in terms):
         return None
     inputs = ScoreMod.of(node.graph)
-    reached = [_cone(x) for x in terms]
+    reached = [cone(x) for x in terms]
     for first, second in ((0, 1), (1, 0)):
         if inputs.k not in reached[first] and inputs.q not in reached[second]:
             return terms[first], terms[second]
@@ -46,19 +45,9 @@ def factors(node: Node) -> tuple[Node, Node] | None:
 
 def depends_on_position(node: Node) -> bool:
     """Return whether ``node`` is computed from any of b, h, q and k."""
-    return not _cone(node).isdisjoint(ScoreMod.of(node.graph).positions)
+    return not cone(node).isdisjoint(ScoreMod.of(node.graph).positions)
 
 
 def _rank(node: Any) -> int | None:
-    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-    return value.dim() if isinstance(value, torch.Tensor) else None
-
-
-def _cone(node: Node) -> set[Node]:
-    seen, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
-    return seen
+    value = fake_tensor(node)
+    return None if value is None else value.dim()

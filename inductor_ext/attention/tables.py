@@ -15,8 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ..core.dynamo_graph import Inserter
+from ..core.fx import fake_tensor, indices_of, working_dtype
 from . import stored  # noqa: F401  (registers gradfuse::stored)
-from .canonical import fake_tensor, placeholders
+from .canonical import placeholders
 from .footprints import Footprint
 from .kinds import FootprintKind
 from .kinds.base import arithmetic
@@ -86,7 +87,7 @@ class Tables:
         return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
 
     def _dtype(self) -> torch.dtype:
-        return torch.float64 if fake_tensor(self.query).dtype == torch.float64 else torch.float32
+        return working_dtype(fake_tensor(self.query).dtype)
 
     def _size(self, of: str, dim: int) -> Any:
         value = fake_tensor(self.query if of == "query" else self.key).shape[dim]
@@ -130,8 +131,7 @@ class Tables:
             # A position that the footprint does not have cancels (as in ``(q - k) + k``), so any value can be used.
             done[node] = position if position is not None else self._range(0, [1])
         elif node.target is operator.getitem:
-            table = node.args[0]
-            indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            table, indices = node.args[0], indices_of(node)
             shape = fake_tensor(table).shape
             safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
             read = self.outer.function(operator.getitem, self._outside(table, grid, done), safe)

@@ -17,14 +17,15 @@ from collections import Counter
 import torch
 from torch.fx import Node
 
-from ..core.joint_graph import HALF, Builder, after_tangents, value_of
+from ..core.fx import HALF, VIEWS, cast_of, fill_of, value_of
+from ..core.joint_graph import Builder, after_tangents
 from ..core.purity import base, viewed, written
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.config import inductor_config
 from ..torch_api.sizes import size_hint
-from .moves import PARTS, VIEWS, cast_of, constant_of, dtype_of, holds, moved
+from .moves import PARTS, element_dtype, holds, moved
 
 NAME = "casts"
 MATMULS = "out_dtype"
@@ -52,7 +53,7 @@ def widen_matmuls(build: Builder, options: Options) -> None:
         return
     backward = after_tangents(build.graph)
     for node in list(build.graph.nodes):
-        if cast_of(node) is not None and node.users and dtype_of(node) is torch.float32:
+        if cast_of(node) is not None and node.users and element_dtype(node) is torch.float32:
             _widen_matmul(build, node, backward)
 
 
@@ -68,16 +69,16 @@ class _RoundTrips:
 
     def shorten(self, cast: Node) -> None:
         """If the operand of a cast was cast to a type that holds its source, replace the cast by one from the source."""
-        operand, target = cast_of(cast), dtype_of(cast)
+        operand, target = cast_of(cast), element_dtype(cast)
         source = self._source(operand)
-        if source is None or source is dtype_of(operand) or not self._exists(operand, source):
+        if source is None or source is element_dtype(operand) or not self._exists(operand, source):
             return
         if target is not source and not (target.is_floating_point and target.itemsize >= 4):
             return
         if target is not source and _rounds(self._make(operand, source)):
             # Stock's pass of torch 2.11 would take a cast that rounds, followed by this cast, for a pair without effect.
             return
-        kinds = [str(d).removeprefix("torch.") for d in (source, dtype_of(operand), target)]
+        kinds = [str(d).removeprefix("torch.") for d in (source, element_dtype(operand), target)]
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
         owner = base(result)
@@ -114,9 +115,9 @@ class _RoundTrips:
             chain.append(node)
             inner = cast_of(node)
             if inner is not None:
-                self._sources[node] = dtype_of(inner) if holds(dtype_of(node), dtype_of(inner)) else None
+                self._sources[node] = element_dtype(inner) if holds(element_dtype(node), element_dtype(inner)) else None
                 break
-            operands = [n for n in moved(node) if constant_of(n) is None]
+            operands = [n for n in moved(node) if fill_of(n) is None]
             if not operands:
                 self._sources[node] = None
                 break
@@ -132,13 +133,13 @@ class _RoundTrips:
         while pending:
             current = pending[-1]
             key = (current, dtype)
-            inner, constant, operands = cast_of(current), constant_of(current), moved(current)
+            inner, constant, operands = cast_of(current), fill_of(current), moved(current)
             if key in self._has:
                 pending.pop()
-            elif dtype_of(current) is dtype:
+            elif element_dtype(current) is dtype:
                 self._has[key] = True
             elif inner is not None:
-                self._has[key] = dtype_of(inner) is dtype and holds(dtype_of(current), dtype)
+                self._has[key] = element_dtype(inner) is dtype and holds(element_dtype(current), dtype)
             elif constant is not None:
                 self._has[key] = float(torch.tensor(constant, dtype=dtype)) == float(constant)
             elif not operands:
@@ -157,7 +158,7 @@ class _RoundTrips:
             if (current, dtype) in self._made:
                 pending.pop()
                 continue
-            leaf = dtype_of(current) is dtype or cast_of(current) is not None or constant_of(current) is not None
+            leaf = element_dtype(current) is dtype or cast_of(current) is not None or fill_of(current) is not None
             missing = [] if leaf else [n for n in moved(current) if (n, dtype) not in self._made]
             if missing:
                 pending.extend(missing)
@@ -166,13 +167,13 @@ class _RoundTrips:
         return self._made[node, dtype]
 
     def _make_one(self, node: Node, dtype: torch.dtype) -> Node:
-        if dtype_of(node) is dtype:
+        if element_dtype(node) is dtype:
             return node
         if cast_of(node) is not None:
             return cast_of(node)
         # Insert right after the original, because other nodes may use the result before the cast that is being replaced.
         with self.build.before(node.next, like=node):
-            if constant_of(node) is not None:
+            if fill_of(node) is not None:
                 return self.build.call(node.target, *node.args, **{**node.kwargs, "dtype": dtype})
             changed = set(moved(node))
             args = torch.fx.node.map_arg(node.args, lambda n: self._made[n, dtype] if n in changed else n)
@@ -184,7 +185,7 @@ class _RoundTrips:
 def _rounds(node: Node) -> bool:
     """Whether a node is a cast to a type that does not hold every value of its operand's type."""
     inner = cast_of(node)
-    return inner is not None and not holds(dtype_of(node), dtype_of(inner))
+    return inner is not None and not holds(element_dtype(node), element_dtype(inner))
 
 
 def _reaches_output(node: Node) -> bool:
@@ -210,8 +211,8 @@ def _bytes(node: Node) -> str:
 
 def _cast_fewer(build: Builder, cast: Node) -> None:
     """Move a widening cast before an expand, or behind slices if only slices of its result are used."""
-    source, target = cast_of(cast), dtype_of(cast)
-    if not holds(target, dtype_of(source)) or target is dtype_of(source) or _reaches_output(cast):
+    source, target = cast_of(cast), element_dtype(cast)
+    if not holds(target, element_dtype(source)) or target is element_dtype(source) or _reaches_output(cast):
         return
     if source.target is aten.expand.default and len(source.users) == 1:
         with build.before(cast):
@@ -236,11 +237,11 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
         chain.append(source)
         source = source.args[0]
     matmul = _OUT_DTYPE.get(source.target)
-    if matmul is None or len(source.users) > 1 or dtype_of(source) not in HALF or not _leaves(cast, backward):
+    if matmul is None or len(source.users) > 1 or element_dtype(source) not in HALF or not _leaves(cast, backward):
         return
     if not Target.of(value_of(source).device).out_dtype_matmul:
         return
-    if any(dtype_of(operand) is not dtype_of(source) for operand in source.args):
+    if any(element_dtype(operand) is not element_dtype(source) for operand in source.args):
         return
     with build.before(source):
         result = build.call(matmul, *source.args, torch.float32)

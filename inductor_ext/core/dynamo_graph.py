@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..torch_api.frontend import saved_tensors_hooks_disabled
 from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
+from .fx import value_or_none
 
 
 class Inserter:
@@ -25,7 +26,7 @@ class Inserter:
         self.graph = graph
         self._kept = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
         # The mode of the tracing context would be wrong, because Dynamo may already have set a new one for AOTAutograd.
-        modes = (getattr(n.meta.get("example_value"), "fake_mode", None) for n in like.all_input_nodes)
+        modes = (getattr(value_or_none(n), "fake_mode", None) for n in like.all_input_nodes)
         self._fake_mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
 
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -45,7 +46,7 @@ class Inserter:
 
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("example_value"))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_or_none)
         # The hooks of a checkpoint around the region must not run, because these values are not part of its forward.
         with self._fake_mode, saved_tensors_hooks_disabled():
             node.meta["example_value"] = target(*args, **kwargs)

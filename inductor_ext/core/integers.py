@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..torch_api.sizes import statically_known_true
+from .fx import CASTS, MOVES, fake_tensor, fill_of, shape_of, value_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -20,35 +21,6 @@ prims = torch.ops.prims
 #: The least and the greatest value, ints or symbolic integers; None if there is no bound.
 Range = tuple[Any, Any]
 
-#: Ops that keep all values and their flattened order.
-SAME_VALUES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
-#: Ops whose result contains only values of their operand.
-_MOVES = SAME_VALUES | {
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.expand.default,
-    aten.repeat.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.flip.default,
-    prims.rev.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-}
-CASTS = {aten._to_copy.default, prims.convert_element_type.default}
 SORTS = {aten.sort.default, aten.sort.stable}
 
 
@@ -77,8 +49,8 @@ def value_range(node: Node) -> Range:
 
     (None, None) for other tensors.
     """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype.is_floating_point or value.dtype.is_complex:
+    value = fake_tensor(node)
+    if value is None or value.dtype.is_floating_point or value.dtype.is_complex:
         return None, None
     low, high = _computed(node)
     return (low, high) if holds_integers(value.dtype, low, high) else exact_integers(value.dtype)
@@ -92,23 +64,23 @@ def _computed(node: Node) -> Range:
     if target is prims.iota.default or target is aten.arange.default:
         return _of_iota(node)
     if target is aten.randperm.default:
-        return 0, node.meta["val"].shape[0] - 1
+        return 0, shape_of(node)[0] - 1
     if target in (aten.argsort.default, aten.argsort.stable):
         return 0, _sorted_length(node) - 1
     if target is operator.getitem and node.args[1] == 1 and node.args[0].target in (*SORTS, aten.topk.default):
         return 0, _sorted_length(node.args[0]) - 1
-    if target is aten.full.default and isinstance(node.args[1], int):
-        return node.args[1], node.args[1]
+    if isinstance(fill_of(node), int):
+        return fill_of(node), fill_of(node)
     if target in CASTS and isinstance(node.args[0], Node):
-        source = node.args[0].meta["val"].dtype
+        source = value_of(node.args[0]).dtype
         return value_range(node.args[0]) if not source.is_floating_point and not source.is_complex else (None, None)
-    if target in _MOVES and isinstance(node.args[0], Node):
+    if target in MOVES and isinstance(node.args[0], Node):
         return value_range(node.args[0])
     return None, None
 
 
 def _of_iota(node: Node) -> Range:
-    length = node.meta["val"].shape[0]
+    length = shape_of(node)[0]
     if node.target is aten.arange.default:
         return (0, length - 1) if len(node.args) == 1 else (None, None)
     start, step = node.kwargs.get("start"), node.kwargs.get("step")
@@ -120,7 +92,7 @@ def _of_iota(node: Node) -> Range:
 
 def _sorted_length(call: Node) -> Any:
     """The length of the dim along which a sort, argsort or topk runs."""
-    shape = call.args[0].meta["val"].shape
+    shape = shape_of(call.args[0])
     return shape[sorted_dim(call)] if len(shape) else 1
 
 

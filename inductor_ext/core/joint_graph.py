@@ -11,22 +11,11 @@ import torch
 from torch.fx import Graph, Node
 
 from ..torch_api.tracing import detect_fake_mode
+from .fx import HALF, fake_tensor, value_of
 from .purity import viewed
-from .shapes import same_sizes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-HALF = (torch.bfloat16, torch.float16)
-#: Ops that are views, or that copy all values.
-SHAPE_ONLY = (
-    aten.view.default,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.clone.default,
-)
 
 
 @contextlib.contextmanager
@@ -35,7 +24,7 @@ def building(graph: Graph) -> Iterator[Builder | None]:
 
     All rewrites of the graph share the builder, so a rewrite finds the nodes that earlier ones created.
     """
-    fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    fake_mode = detect_fake_mode([value_of(n) for n in graph.nodes if fake_tensor(n) is not None])
     if fake_mode is None:
         yield None
         return
@@ -45,11 +34,6 @@ def building(graph: Graph) -> Iterator[Builder | None]:
     if build.changed:
         graph.eliminate_dead_code()
         graph.lint()
-
-
-def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor of a node; a KeyError if the node has no value."""
-    return node.meta["val"]
 
 
 class Builder:
@@ -82,9 +66,7 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)
         copy_meta(self._like, node)
         self.changed = True
-        fake_args, fake_kwargs = torch.fx.node.map_aggregate(
-            (args, kwargs), lambda a: a.meta["val"] if isinstance(a, Node) else a
-        )
+        fake_args, fake_kwargs = torch.fx.node.map_aggregate((args, kwargs), value_of)
         node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
@@ -94,10 +76,10 @@ class Builder:
         if isinstance(size, int):
             return size
         found = self.call(aten.sym_size.int, node, dim)
-        if isinstance(found.meta["val"], int):
+        if isinstance(value_of(found), int):
             # A guard has made the size a constant since the graph was traced.
             self.graph.erase_node(found)
-            return found.meta["val"]
+            return value_of(found)
         return found
 
     def sizes(self, node: Node, dims: Sequence[int]) -> list[Any]:
@@ -139,7 +121,7 @@ class Builder:
         """
         for user in node.users:
             if viewed(user) is node:
-                args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+                args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), value_of)
                 user.meta["val"] = user.target(*args, **kwargs)
                 self.refresh_views(user)
 
@@ -162,8 +144,3 @@ def after_tangents(graph: Graph) -> set[Node]:
         if tangent or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def same_shape(a: Node, b: Node) -> bool:
-    """Whether two tensors are known to have the same shape."""
-    return same_sizes(value_of(a).shape, value_of(b).shape)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..torch_api.graph import OpOverload
+from .fx import called
 
 _OPERATORS = "add sub mul truediv floordiv matmul mod pow and or xor lshift rshift"
 _IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
@@ -28,13 +29,6 @@ def changes_in_place(node: Node) -> bool:
     written_to = name.endswith("_") and not name.endswith("__") and not keyword
     named = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
     return written_to or name in _IN_PLACE_OPERATORS or named
-
-
-def called(node: Node) -> str:
-    """The name of the function or method that a node calls; "" for a node that calls nothing."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_random(node: Node) -> bool:

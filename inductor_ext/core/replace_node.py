@@ -13,15 +13,16 @@ from torch.fx import GraphModule, Node
 from ..torch_api.graph import pytree
 from ..torch_api.sizes import size_hint
 from ..torch_api.tracing import detect_fake_mode, trace
+from .fx import value_of
 
 
 def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Callable[..., Any]) -> None:
     """Replace ``node``, in place, by the trace of ``function(*operands)``, whose nested outputs must match the node's."""
-    values = [o.meta["val"] if isinstance(o, Node) else o for o in operands]
+    values = [value_of(o) for o in operands]
     fake_mode = detect_fake_mode(values)
 
     # This is done before tracing, because the trace would contain a comparison of symbolic strides.
-    orders = [_memory_order(x) for x in pytree.tree_leaves(node.meta["val"], is_leaf=lambda x: x is None)]
+    orders = [_memory_order(x) for x in pytree.tree_leaves(value_of(node), is_leaf=lambda x: x is None)]
 
     def laid_out(*arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(function(*arguments), is_leaf=lambda x: x is None)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..torch_api.tracing import traced_meta
 from .table import short_path, table
 
 log = logging.getLogger("gradfuse")
@@ -191,7 +192,17 @@ def user_line(node: Any) -> str:
 
     Lines of torch and of our ops are skipped.
     """
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or "")) if node is not None else []
+    return _user_line(node.meta) if node is not None else ""
+
+
+def traced_line() -> str | None:
+    """Return the user's line, as ``user_line``, of what AOTAutograd traces now, or None if nothing is being traced."""
+    meta = traced_meta()
+    return None if meta is None else _user_line(meta)
+
+
+def _user_line(meta: dict[str, Any]) -> str:
+    frames = list(_FRAME.finditer(meta.get("stack_trace") or ""))
     users = [f for f in frames if "/torch/" not in f["file"] and not _is_ours(f["file"])]
     if not users:
         return ""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .fx import called, fake_tensor, indices_of, shape_of, value_of, value_or_none
+
 _ALIASES = {
     "truediv": "div",
     "divide": "div",
@@ -45,7 +47,7 @@ def op(node: Any) -> str:
         return ""
     if node.target is getattr:
         return f".{node.args[1]}"
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called(node)
     return _ALIASES.get(name, name)
 
 
@@ -54,19 +56,14 @@ def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
-def shape(node: Node) -> tuple[Any, ...]:
-    """The shape of the tensor that a node of Dynamo's graph computes."""
-    return tuple(node.meta["example_value"].shape)
-
-
 def is_tensor(node: Any) -> bool:
     """Whether a node computes one tensor."""
-    return isinstance(node, Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+    return fake_tensor(node) is not None
 
 
 def number(x: Any) -> float | None:
     """The value of a Python number of the graph; None for anything else. A symbolic number is specialised to its value."""
-    value = x.meta.get("example_value") if isinstance(x, Node) else x
+    value = value_or_none(x)
     return float(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) else None
 
 
@@ -101,7 +98,7 @@ class NotASum(Exception):
 
 def whole(node: Node, sign: int = 1) -> Term:
     """A node as a single term whose base is the node itself."""
-    sizes = shape(node)
+    sizes = shape_of(node)
     return Term(sign, node, tuple(None if is_one(s) else d for d, s in enumerate(sizes)), (0,) * len(sizes))
 
 
@@ -112,7 +109,7 @@ def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node:
         return known
     name = op(node)
     if name in ("add", "sub") and all(is_tensor(a) for a in node.args) and len(node.args) == 2 and not node.kwargs:
-        rank = len(shape(node))
+        rank = len(shape_of(node))
         first, second = (_aligned(terms(a, opaque), rank) for a in node.args)
         return first + ([replace(t, sign=-t.sign) for t in second] if name == "sub" else second)
     if name == "neg":
@@ -143,7 +140,7 @@ def view_of(node: Node) -> Term:
 
 
 def _widens(node: Node) -> bool:
-    before, after = node.args[0].meta["example_value"], node.meta["example_value"]
+    before, after = value_of(node.args[0]), value_of(node)
     return before.device == after.device and torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
@@ -155,8 +152,8 @@ def _aligned(sum_: Sequence[Term], rank: int) -> list[Term]:
 def _behind_zeros(node: Node) -> tuple[Node, int] | None:
     """X and the dim if ``node`` is ``cat([one row of zeros, X], dim)``; otherwise None."""
     parts, dim = list(arg(node, 0, "tensors")), arg(node, 1, "dim", 0)
-    dim %= len(shape(node))
-    if len(parts) == 2 and op(parts[0]) in ("zeros", "new_zeros", "zeros_like") and is_one(shape(parts[0])[dim]):
+    dim %= len(shape_of(node))
+    if len(parts) == 2 and op(parts[0]) in ("zeros", "new_zeros", "zeros_like") and is_one(shape_of(parts[0])[dim]):
         return parts[1], dim
     return None
 
@@ -204,7 +201,7 @@ def _permute(node: Node, term: Term) -> Term:
 
 def _reshaped(node: Node, term: Term) -> Term:
     """A view that inserts, removes, broadcasts or repeats dims of size one. Raises NotASum for any other view."""
-    before, after = shape(node.args[0]), shape(node)
+    before, after = shape_of(node.args[0]), shape_of(node)
     source = [d for d, size in enumerate(before) if not is_one(size)]
     target = [d for d, size in enumerate(after) if not is_one(size)]
     order: list[int | None] = [None] * len(after)
@@ -224,7 +221,7 @@ def _reshaped(node: Node, term: Term) -> Term:
 
 
 def _getitem(node: Node, term: Term) -> Term:
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    index = indices_of(node)
     if not is_tensor(node.args[0]) or any(isinstance(i, (int, Node, list)) for i in index):
         raise NotASum
     missing = len(term.dims) - sum(i is not None and i is not Ellipsis for i in index)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ..core.purity import called, changes_in_place, is_random
+from ..core.fx import called
+from ..core.purity import changes_in_place, is_random
 from ..reference import Reference, called_once
 from ..torch_api.frontend import scalar_indexing
 from ..torch_api.graph import HigherOrderOperator, pytree

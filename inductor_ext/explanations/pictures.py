@@ -21,12 +21,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..attention import canonical, hoisting
 from ..attention.calls import ForwardCall
-from ..attention.canonical import fake_tensor
 from ..attention.expressions import expression
 from ..attention.footprints import Footprint, footprints
 from ..attention.kinds import NONE, TiledKind
 from ..attention.score_mod import ScoreMod
 from ..core.dynamo_graph import graphs_in
+from ..core.fx import fake_tensor, value_of
 from ..core.report import log, pictures_wanted, record_picture, unrecorded, user_line
 from ..options import Options
 from ..torch_api.higher_order import FlexBlockMask, flex_attention_hop
@@ -174,7 +174,7 @@ def _sketch(gm: GraphModule, node: Node, number: int) -> _Sketch:
 
 def _extents(node: Node) -> list[Any]:
     """Return the numbers of batch elements, heads, queries and keys of an attention of Dynamo's graph."""
-    query, key = (n.meta["example_value"].shape for n in node.args[:2])
+    query, key = (value_of(n).shape for n in node.args[:2])
     return [*query[:3], key[2]]
 
 
@@ -233,7 +233,7 @@ def _describe_reads(gm: GraphModule, attention: Node, sketch: _Sketch) -> None:
         reads = _reads(node, operands)
         term.owners = tuple(dict.fromkeys(owners.index(read.args[0]) for read in reads))
         term.hoisted = any(read.args[0] in tables for read in reads)
-        on_gpu = sketch.query.meta["example_value"].device.type != "cpu"
+        on_gpu = value_of(sketch.query).device.type != "cpu"
         parts = [_reading(read, operands[read.args[0]], read.args[0] in tables, depends[read], on_gpu) for read in reads]
         term.read = ("" if node in reads else "computed in the kernel from ") + "; ".join(dict.fromkeys(parts))
 
@@ -245,7 +245,7 @@ def _reads(node: Node, operands: dict[Node, Any]) -> list[Node]:
 
 def _reading(read: Node, operand: Any, is_table: bool, footprint: Footprint, on_gpu: bool) -> str:
     """Describe what a kernel reads for one expression of a score_mod."""
-    shape = [length(n) for n in operand.meta["example_value"].shape]
+    shape = [length(n) for n in value_of(operand).shape]
     name = "a table made outside the kernel" if is_table else expression(read.args[0])
     how = "looked up for every pair" if footprint.unknown or footprint.score else footprint.kind.reads
     if is_table and isinstance(footprint.kind, TiledKind) and footprint.kind.as_vector and on_gpu:
@@ -271,8 +271,8 @@ def _fill(sketches: Sequence[_Sketch], values: Values, inputs: Sequence[Any]) ->
 
 def _fill_one(sketch: _Sketch, values: Values) -> None:
     of = functools.partial(values.of, sketch.graph)
-    lengths = [length(x.meta["example_value"].shape[2]) for x in (sketch.query, sketch.key)]
-    device = sketch.query.meta["example_value"].device
+    lengths = [length(value_of(x).shape[2]) for x in (sketch.query, sketch.key)]
+    device = value_of(sketch.query).device
     rows, columns = (sampled(n) for n in lengths)
     for node, term in zip(sketch.nodes, sketch.picture.terms, strict=True):
         at = functools.partial(evaluate, sketch.score_mod, node, rows, columns, device)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ..core.fx import working_dtype
 from ..core.kernel_op import KernelOp, runs_anywhere
 from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import lowerings, ops
-from .row_sums import accumulator
 from .row_sums import gather_sum as op
 
 #: The largest number of rows that are added without a loop.
@@ -25,7 +25,7 @@ MOST_UNROLLED = 16
 def lower(values: Any, indices: Any, rows: Any, times: Any, strided: bool) -> Any:
     """Lower the op. The operands and the result are those of ``gathers.row_sums.gather_sum``."""
     count, *rest = values.get_size()
-    dtype = accumulator(values.get_dtype())
+    dtype = working_dtype(values.get_dtype())
     load, load_index = values.make_loader(), indices.make_loader() if indices is not None else None
 
     def read(row: Any, column: Sequence[Any], j: Any) -> Any:

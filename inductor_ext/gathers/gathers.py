@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.joint_graph import SHAPE_ONLY, Builder, after_tangents, value_of
+from ..core.fx import DECOMPOSED_VIEWS, SAME_ORDER, cast_of, fake_tensor, same_sizes, value_of
+from ..core.joint_graph import Builder, after_tangents
 from ..core.report import record, user_line
-from ..core.shapes import same_sizes
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import size_hint, statically_known_true
@@ -44,10 +44,6 @@ _REDUCTIONS = {
     aten.var_mean.correction,
     aten.any.default,
 }
-
-
-#: Ops that keep every value at its index if they keep the shape.
-_COPIES = {aten.view.default, aten.expand.default, aten.clone.default, aten.alias.default}
 
 
 @dataclass
@@ -127,7 +123,7 @@ def _grow(region: _Region, backward: set[Node]) -> None:
     shape = value_of(region.gather).shape
     node = region.gather
     while (node := node.next).op != "output":
-        operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        operands = [a for a in node.all_input_nodes if fake_tensor(a) is not None]
         from_rows = any(a in inside and same_sizes(value_of(a).shape, shape) for a in operands)
         # If the forward computes a value and the backward uses it, it is saved in between, in the order that it has.
         same_pass = (node in backward) == (region.gather in backward)
@@ -138,9 +134,10 @@ def _grow(region: _Region, backward: set[Node]) -> None:
 
 def _is_elementwise(node: Node, shape: torch.Size, operands: list[Node], inside: set[Node]) -> bool:
     pointwise = node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-    keeps_shape = node.target is torch.ops.prims.convert_element_type.default or node.target in _COPIES
-    value = node.meta.get("val")
-    if not (pointwise or keeps_shape) or not isinstance(value, torch.Tensor) or not same_sizes(value.shape, shape):
+    # These ops keep every value at its index if they keep the shape.
+    in_place = cast_of(node) is not None or node.target in SAME_ORDER or node.target is aten.expand.default
+    value = fake_tensor(node)
+    if not (pointwise or in_place) or value is None or not same_sizes(value.shape, shape):
         return False
     sums = [a for a in operands if a in inside and not same_sizes(value_of(a).shape, shape)]
     return not sums and all(len(value_of(a).shape) in (0, len(shape)) for a in operands)
@@ -160,7 +157,7 @@ def _is_materialised(node: Node) -> bool:
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        if user.target in SHAPE_ONLY:
+        if user.target in DECOMPOSED_VIEWS:
             pending.extend(user.users)
         elif user.target in _REDUCTIONS or torch.Tag.pointwise in getattr(user.target, "tags", ()):
             return False

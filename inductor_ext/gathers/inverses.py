@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..core.joint_graph import Builder, value_of
+from ..core.fx import value_of
+from ..core.joint_graph import Builder
 from .permutations import argsorted
 
 aten = torch.ops.aten

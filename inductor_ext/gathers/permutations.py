@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.integers import CASTS, SAME_VALUES, SORTS, holds_integers, sorted_dim, value_range
+from ..core.fx import CASTS, MASKS, SAME_ORDER, fake_tensor, same_shape, shape_of, value_of, value_or_none
+from ..core.integers import SORTS, holds_integers, sorted_dim, value_range
 from ..torch_api.sizes import guarded_true, statically_known_true
 
 aten = torch.ops.aten
@@ -43,25 +44,20 @@ class Repeated:
 
     def covers(self, rows: Any) -> bool:
         """Whether the rows that occur are provably 0 .. rows-1."""
-        times = self.times.meta["val"] if isinstance(self.times, Node) else self.times
-        return guarded_true(rows * times == self.length)
-
-
-def _size(node: Node) -> tuple[Any, ...]:
-    return tuple(node.meta["val"].shape)
+        return guarded_true(rows * value_of(self.times) == self.length)
 
 
 def numel(node: Node) -> Any:
     """The number of elements of a node's tensor, an int or a symbolic one."""
     total: Any = 1
-    for n in _size(node):
+    for n in shape_of(node):
         total = total * n
     return total
 
 
 def _orders_all(call: Node) -> bool:
     """Whether a sort, argsort or topk runs over all elements of its input at once."""
-    shape = _size(call.args[0])
+    shape = shape_of(call.args[0])
     return not shape or _same(shape[sorted_dim(call)], numel(call.args[0]))
 
 
@@ -72,7 +68,7 @@ def _same(a: Any, b: Any) -> bool:
 def same_values(node: Node) -> Node:
     """Skip views, copies and wide enough integer casts: the node that has the same values in the same flattened order."""
     while True:
-        if node.target in SAME_VALUES or (node.target in CASTS and _keeps_integers(node)):
+        if node.target in SAME_ORDER or (node.target in CASTS and _keeps_integers(node)):
             node = node.args[0]
         else:
             return node
@@ -83,8 +79,8 @@ def _keeps_integers(cast: Node) -> bool:
 
     False for bool and uint8, because such tensors index as masks.
     """
-    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
-    if any(d.is_floating_point or d.is_complex or d in (torch.bool, torch.uint8) for d in (before, after)):
+    before, after = value_of(cast.args[0]).dtype, value_of(cast).dtype
+    if any(d.is_floating_point or d.is_complex or d in MASKS for d in (before, after)):
         return False
     return holds_integers(after, *value_range(cast.args[0]))
 
@@ -92,7 +88,7 @@ def _keeps_integers(cast: Node) -> bool:
 def is_permutation(node: Node) -> bool:
     """Whether the values of ``node``, flattened, are 0 .. numel-1 in some order."""
     node = same_values(node)
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+    if node.op != "call_function" or fake_tensor(node) is None:
         return False
     if sorted_tensor(node) is not None or node.target is aten.randperm.default:
         return True
@@ -104,7 +100,7 @@ def is_permutation(node: Node) -> bool:
         return is_permutation(node.args[0])
     if node.target is aten.index.Tensor:
         table, (index, *others) = node.args
-        whole = isinstance(index, Node) and not others and len(_size(table)) == 1
+        whole = isinstance(index, Node) and not others and len(shape_of(table)) == 1
         return whole and _same(numel(table), numel(index)) and is_permutation(table) and is_permutation(index)
     return stored_inverse(node) is not None
 
@@ -114,7 +110,7 @@ def _is_iota(node: Node) -> bool:
         counts = node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
     else:
         counts = node.target is aten.arange.default and len(node.args) == 1
-    return counts and holds_integers(node.meta["val"].dtype, 0, numel(node) - 1)
+    return counts and holds_integers(value_of(node).dtype, 0, numel(node) - 1)
 
 
 def _is_rotated_iota(node: Node) -> bool:
@@ -125,7 +121,7 @@ def _is_rotated_iota(node: Node) -> bool:
     if total.target is not aten.add.Tensor or total.kwargs or not isinstance(total.args[1], int) or total.args[1] < 0:
         return False
     # The sum must not overflow. No value is negative, so fmod is the remainder.
-    return _is_iota(total.args[0]) and holds_integers(total.meta["val"].dtype, 0, numel(node) + total.args[1])
+    return _is_iota(total.args[0]) and holds_integers(value_of(total).dtype, 0, numel(node) + total.args[1])
 
 
 def sorted_tensor(node: Node) -> Node | None:
@@ -143,7 +139,7 @@ def argsorted(node: Node) -> Node | None:
     sort = node.args[0]
     descending = sort.kwargs.get("descending", len(sort.args) > 2 and sort.args[2])
     source = same_values(source)
-    return source if not descending and len(_size(source)) == 1 and is_permutation(source) else None
+    return source if not descending and len(shape_of(source)) == 1 and is_permutation(source) else None
 
 
 def stored_inverse(node: Node) -> Node | None:
@@ -161,7 +157,7 @@ def stored_inverse(node: Node) -> Node | None:
         base, _, index, values = node.args
     else:
         return None
-    one_dim = isinstance(values, Node) and len(_size(base)) == 1 == len(_size(values))
+    one_dim = isinstance(values, Node) and len(shape_of(base)) == 1 == len(shape_of(values))
     if one_dim and _same(numel(base), numel(index)) and _same(numel(values), numel(index)):
         return index if is_permutation(index) and is_permutation(values) else None
     return None
@@ -175,7 +171,7 @@ def repeated(node: Node) -> Repeated | None:
     if node.target is aten.index.Tensor:
         table, (index, *others) = node.args
         base = _repeated_iota(same_values(table)) if isinstance(index, Node) and not others else None
-        if base is not None and len(_size(table)) == 1 and _same(numel(index), base.length) and is_permutation(index):
+        if base is not None and len(shape_of(table)) == 1 and _same(numel(index), base.length) and is_permutation(index):
             return replace(base, permutation=same_values(index))
         return None
     return _divided(node) or _repeated_iota(node)
@@ -186,12 +182,12 @@ def _divided(node: Node) -> Repeated | None:
     if node.target not in (*_DIVISIONS, *_REMAINDERS) or not isinstance(node.args[0], Node):
         return None
     inner, length = same_values(node.args[0]), numel(node)
-    divisor = node.args[1].meta.get("val") if isinstance(node.args[1], Node) else node.args[1]
-    whole = not node.meta["val"].dtype.is_floating_point
+    divisor = value_or_none(node.args[1])
+    whole = not value_of(node).dtype.is_floating_point
     if not whole or not isinstance(divisor, (int, torch.SymInt)) or not is_permutation(inner):
         return None
     # The division is computed in the dtype of its operand. The divisor is cast to this dtype first.
-    if not statically_known_true(divisor > 0) or not holds_integers(node.args[0].meta["val"].dtype, 0, divisor):
+    if not statically_known_true(divisor > 0) or not holds_integers(value_of(node.args[0]).dtype, 0, divisor):
         return None
     if node.target in _REMAINDERS:
         static = isinstance(divisor, int) and isinstance(length, int)
@@ -207,7 +203,7 @@ def _repeated_iota(node: Node) -> Repeated | None:
         return Repeated(None, numel(node), times, strided=True) if isinstance(times, int) and times > 0 else None
     if node.target is not aten.expand.default or not _is_iota(same_values(node.args[0])):
         return None
-    before, after = _size(node.args[0]), _size(node)
+    before, after = shape_of(node.args[0]), shape_of(node)
     if len(before) > 2 or len(after) != 2 or not all(isinstance(n, int) for n in (*before, *after)):
         return None
     # ``expand`` aligns dims on the right. One of the two dims belongs to the arange and keeps its size.
@@ -223,14 +219,12 @@ def names_once(indices: Sequence[Node | None]) -> bool:
     """Whether a tuple of indices, as ``index_put`` takes them, selects no element twice."""
     chosen = [i for i in indices if i is not None]
     if len(chosen) == 1:
-        mask = chosen[0].meta["val"].dtype in (torch.bool, torch.uint8)
-        return mask or is_injective(chosen[0])
+        return value_of(chosen[0]).dtype in MASKS or is_injective(chosen[0])
     columns = [_nonzero_column(i) for i in chosen]
-    sizes = [_size(i) for i in chosen]
-    alike = all(len(s) == len(sizes[0]) and all(map(_same, s, sizes[0])) for s in sizes)
+    alike = all(same_shape(i, chosen[0]) for i in chosen)
     if not alike or None in columns or len({source for source, _ in columns}) > 1:
         return False
-    return {at for _, at in columns} == set(range(len(_size(columns[0][0].args[0]))))
+    return {at for _, at in columns} == set(range(len(shape_of(columns[0][0].args[0]))))
 
 
 def _nonzero_column(node: Node) -> tuple[Node, int] | None:
@@ -257,7 +251,7 @@ def is_injective(node: Node) -> bool:
         return _orders_all(node.args[0])
     if node.target is aten.index.Tensor:
         table, (index, *others) = node.args
-        whole = isinstance(index, Node) and not others and len(_size(table)) == 1
+        whole = isinstance(index, Node) and not others and len(shape_of(table)) == 1
         return whole and is_injective(table) and is_injective(index)
     column = _nonzero_column(node)
-    return column is not None and len(_size(column[0].args[0])) == 1
+    return column is not None and len(shape_of(column[0].args[0])) == 1

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of ``dtype`` are accumulated."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+from ..core.fx import working_dtype
 
 
 @torch.library.custom_op("gradfuse::gather_sum", mutates_args=())
@@ -20,10 +17,10 @@ def gather_sum(values: Tensor, indices: Tensor | None, rows: int, times: int, st
 
     values is [rows * times, ...]. indices is [rows * times] (integers, in range), or None for 0, 1, 2... Row s of the result
     [rows, ...] is the sum over j of ``values[indices[s * times + j]]``, or of ``values[indices[j * rows + s]]`` if
-    ``strided``. The result has the accumulator's dtype.
+    ``strided``. The result has the dtype in which the sums are accumulated.
     """
     chosen = values if indices is None else values[indices]
-    chosen = chosen.to(accumulator(values.dtype))
+    chosen = chosen.to(working_dtype(values.dtype))
     if strided:
         return chosen.unflatten(0, (times, rows)).sum(0)
     return chosen.unflatten(0, (rows, times)).sum(1)
@@ -31,7 +28,7 @@ def gather_sum(values: Tensor, indices: Tensor | None, rows: int, times: int, st
 
 @gather_sum.register_fake
 def _(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
-    return values.new_empty((rows, *values.shape[1:]), dtype=accumulator(values.dtype))
+    return values.new_empty((rows, *values.shape[1:]), dtype=working_dtype(values.dtype))
 
 
 @torch.library.custom_op("gradfuse::segment_sum", mutates_args=())
@@ -42,7 +39,7 @@ def segment_sum(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: t
     int64. keys is [N], integers in ascending order, where -1 marks a row that is left out. The result [rows, H] is rounded
     once, to ``dtype``.
     """
-    wide = accumulator(values.dtype)
+    wide = working_dtype(values.dtype)
     kept = torch.where((keys >= 0).unsqueeze(1), values[order].to(wide), 0)
     total = torch.zeros((rows, values.shape[1]), dtype=wide, device=values.device)
     return total.index_add_(0, keys.clamp(min=0).long(), kept).to(dtype)

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.integers import SAME_VALUES
-from ..core.shapes import same_sizes
+from ..core.fx import HALF, MASKS, SAME_ORDER, ZEROS, cast_of, fake_tensor, same_shape, same_sizes, shape_of, value_of
 from ..torch_api.sizes import statically_known_true
 from .permutations import same_values
 
 aten = torch.ops.aten
-
-_ZEROS = (aten.full.default, aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default, aten.full_like.default)
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,13 @@ class ScatterAdd:
     def indexed(self) -> tuple[Node, ...]:
         """The indices of the dims from ``dim`` on; empty if a whole dim lies between them, or if one of them is a mask."""
         chosen = self.indices[self.dim :]
-        masks = (torch.bool, torch.uint8)
-        return () if any(i is None or i.meta["val"].dtype in masks for i in chosen) else chosen
+        return () if any(i is None or value_of(i).dtype in MASKS for i in chosen) else chosen
 
 
 def match(node: Node) -> ScatterAdd | None:
     """The scatter-add of floating-point values along whole dims that a node computes; None for any other node."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    value = fake_tensor(node)
+    if node.op != "call_function" or value is None or not value.is_floating_point():
         return None
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
         base, indices, values, *accumulate = node.args
@@ -64,7 +59,7 @@ def match(node: Node) -> ScatterAdd | None:
         base, dim, index, values = node.args
         dim %= max(value.dim(), 1)
         factor = node.kwargs.get("alpha", 1)
-        if index.meta["val"].dim() != 1 or value.dim() == 0:
+        if value_of(index).dim() != 1 or value.dim() == 0:
             return None
         return ScatterAdd(node, base, (*[None] * dim, index), values, factor=factor)
     if node.target is aten.scatter_add.default or _sums_onto_base(node):
@@ -72,16 +67,15 @@ def match(node: Node) -> ScatterAdd | None:
         dim %= max(value.dim(), 1)
         rows = row_index(index, values, dim)
         others = [d for d in range(value.dim()) if d != dim]
-        if rows is not None and all(same_sizes([value.shape[d]], [values.meta["val"].shape[d]]) for d in others):
+        if rows is not None and all(same_sizes([value.shape[d]], [shape_of(values)[d]]) for d in others):
             return ScatterAdd(node, base, (*[None] * dim, rows), values)
     return None
 
 
 def is_zero(node: Any) -> bool:
     """Whether a node is a tensor of zeros."""
-    if node.target not in _ZEROS:
-        return False
-    return node.target not in (aten.full.default, aten.full_like.default) or node.args[1] == 0
+    filled = node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
+    return filled or node.target in ZEROS
 
 
 def narrow_source(values: Node) -> tuple[Node, Node | None]:
@@ -93,9 +87,9 @@ def narrow_source(values: Node) -> tuple[Node, Node | None]:
     masked = None
     if values.target is aten.where.self and _is_scalar_zero(values.args[1]):
         masked, values = values.args[0], values.args[2]
-    if values.target is _CONVERT and values.args[1] is torch.float32:
-        source = values.args[0]
-        values = source if source.meta["val"].dtype in (torch.bfloat16, torch.float16) else values
+    source = cast_of(values)
+    if source is not None and value_of(values).dtype is torch.float32 and value_of(source).dtype in HALF:
+        values = source
     return values, masked
 
 
@@ -114,21 +108,20 @@ def row_mask(mask: Node, indices: Any) -> Node | None:
     (index,) = indices if len(indices) == 1 else (None,)
     if index is None:
         return None
-    shape = index.meta["val"].shape
-    dims = mask.meta["val"].shape
+    shape, dims = shape_of(index), shape_of(mask)
     if not same_sizes(dims[: len(shape)], shape) or not all(statically_known_true(n == 1) for n in dims[len(shape) :]):
         return None
     inner = same_values(mask)
-    return inner if same_sizes(inner.meta["val"].shape, shape) else None
+    return inner if same_sizes(shape_of(inner), shape) else None
 
 
 def row_index(index: Node, values: Node, dim: int) -> Node | None:
     """The row indices [N] that ``index`` repeats along all dims of ``values`` except ``dim``; None if it does not."""
-    expanded = index.meta["val"].shape
-    if index.target is not aten.expand.default or not same_sizes(expanded, values.meta["val"].shape):
+    expanded = shape_of(index)
+    if index.target is not aten.expand.default or not same_shape(index, values):
         return None
     rows = index.args[0]
-    shape = rows.meta["val"].shape
+    shape = shape_of(rows)
     # ``expand`` aligns dims on the right, so it may have added dims in front. ``dim`` must not be one of them.
     at = dim - (len(expanded) - len(shape))
     if at < 0 or not statically_known_true(shape[at] == expanded[dim]):
@@ -136,6 +129,6 @@ def row_index(index: Node, values: Node, dim: int) -> Node | None:
     if not all(statically_known_true(n == 1) for d, n in enumerate(shape) if d != at):
         return None
     # Views are skipped, but casts are not: the result is used as an index.
-    while rows.meta["val"].dim() != 1 and rows.target in SAME_VALUES:
+    while value_of(rows).dim() != 1 and rows.target in SAME_ORDER:
         rows = rows.args[0]
-    return rows if rows.meta["val"].dim() == 1 else None
+    return rows if value_of(rows).dim() == 1 else None

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.joint_graph import HALF, SHAPE_ONLY, Builder, same_shape, value_of
+from ..core.fx import DECOMPOSED_VIEWS, HALF, cast_of, same_shape, same_sizes, value_of, working_dtype
+from ..core.joint_graph import Builder
 from ..core.report import record, user_line
-from ..core.shapes import same_sizes
 from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.sizes import size_hint
@@ -164,7 +164,7 @@ class _Rewriter:
         values = self._by_row(found, values)
         kept = self.build.sizes(values, range(1, value_of(values).dim()))
         values = self._view(values, [self.build.size(values, 0), self.build.product(kept)])
-        wide = torch.promote_types(value_of(values).dtype, torch.float32)
+        wide = working_dtype(value_of(values).dtype)
         total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
         total = self._view(total, [*self.build.sizes(found.base, dims), *kept])
         why = "the values of a row are added in a fixed order" if self.deterministic else "sorting is faster than atomics"
@@ -311,14 +311,15 @@ class _Rewriter:
         """Let segment_sum store half precision if its result is only rounded, perhaps after a change of shape."""
         for node in self.graph.find_nodes(op="call_function", target=gradfuse.segment_sum.default):
             chain = [node]
-            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in SHAPE_ONLY:
+            while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in DECOMPOSED_VIEWS:
                 chain.append(next(iter(chain[-1].users)))
             (user, *others) = chain[-1].users
-            if others or user.target is not torch.ops.prims.convert_element_type.default or user.args[1] not in HALF:
+            if others or cast_of(user) is None or value_of(user).dtype not in HALF:
                 continue
-            node.args = (*node.args[:-1], user.args[1])
+            dtype = value_of(user).dtype
+            node.args = (*node.args[:-1], dtype)
             for link in chain:
-                link.meta["val"] = value_of(link).to(user.args[1])
+                link.meta["val"] = value_of(link).to(dtype)
             user.replace_all_uses_with(chain[-1])
             self.graph.erase_node(user)
 

@@ -11,13 +11,13 @@ from typing import Any
 import sympy
 import torch
 
+from ..core.fx import working_dtype
 from ..core.kernel_op import KernelOp
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, full, realize
 from ..torch_api.lowering import empty_strided
 from ..torch_api.sizes import CeilDiv, known_at_most
 from ..torch_api.template import SymbolicGridFn, make_template
-from .row_sums import accumulator
 from .row_sums import segment_sum as op
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _block(width: Any, widest: int) -> int:
 def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> Any:
     """Lower the op. The operands and the result are those of ``gathers.row_sums.segment_sum``."""
     device, (count, width) = values.get_device(), values.get_size()
-    wide = accumulator(values.get_dtype())
+    wide = working_dtype(values.get_dtype())
     values, order, keys = realize([values, order, keys])
     out = full([rows, width], 0, dtype, device)
     chunks = sympy.Max(1, CeilDiv(count, CHUNK))

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..core.cpu_loops import QUERY_BLOCK, KeySegments, QueryBlocks, scan
+from ..core.fx import fake_tensor, value_of, working_dtype
 from ..core.replace_node import replace_node
 from ..core.report import record, user_line
 from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
-from .tiles_op import normalised_rows, tile_gradients, weights_of, wide
+from .tiles_op import normalised_rows, tile_gradients, weights_of
 
 NAME = "mlstm"
 
@@ -35,14 +36,14 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         (ops.mlstm_tiles_backward.default, "mlstm_backward", backward),
     ):
         for node in gm.graph.find_nodes(op="call_function", target=op):
-            if node.args[0].meta["val"].device.type == "cpu":
+            if value_of(node.args[0]).device.type == "cpu":
                 where = user_line(node)
                 _expand(gm, node, function)
                 record(NAME, name, "blocked dense math", f"the tensors are on a CPU; a block has {QUERY_BLOCK} rows", where)
 
 
 def _expand(gm: GraphModule, node: Node, function: Callable[..., Any]) -> None:
-    tensors = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta["val"], Tensor)]
+    tensors = [a for a in node.args if fake_tensor(a) is not None]
 
     def call(*operands: Tensor) -> Any:
         given = dict(zip(tensors, operands, strict=True))
@@ -80,7 +81,7 @@ def forward(
     rest: floor, the operands of the norm, and scale.
     """
     floor, norm_weight, norm_bias, *numbers, scale = rest
-    kind = wide(query.dtype)
+    kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
     def segment(
@@ -122,7 +123,7 @@ def backward(
     has_max_term: bool,
 ) -> tuple[Tensor, ...]:
     """``mlstm.tiles_op.mlstm_tiles_backward``, with its operands and results. It is traced, and never run eagerly."""
-    kind = wide(query.dtype)
+    kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
     def segment(

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like, wide
+from ..core.fx import working_dtype
+from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like
 
 
 def mlstm_reference(
@@ -183,7 +184,7 @@ def decomposed(
 ) -> tuple[Tensor, ...]:
     """The decomposition of the op ``gradfuse::mlstm``: the scans of the gates, and the op ``gradfuse::mlstm_tiles``."""
     log_weight, log_max, max_index, floor = gate_scans(input_gate, forget_gate)
-    floor = floor.to(wide(query.dtype))
+    floor = floor.to(working_dtype(query.dtype))
     operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
     return (*mlstm_tiles(*operands), log_weight, log_max, max_index)
 
@@ -222,7 +223,7 @@ def _(
     out = rows_like(query, value.shape[-1])
     affine = norm_weight is not None or norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
-    row = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    row = query.new_empty(query.shape[:3], dtype=working_dtype(query.dtype))
     gate = query.new_empty(query.shape[:3], dtype=torch.float64)
     max_index = torch.empty_like(gate, dtype=torch.int32)
     return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), max_index

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..core.terms import Term, arg, binary, is_one, is_tensor, number, op, shape, terms, view_of, whole
+from ..core.fx import shape_of, value_of
+from ..core.terms import Term, arg, binary, is_one, is_tensor, number, op, terms, view_of, whole
 
 
 class NotMLSTM(Exception):
@@ -102,7 +103,7 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     if op(reduction) not in ("max", "amax") or arg(reduction, 0, "input") is not log_weights:
         return None, None
     dim = arg(reduction, 1, "dim")
-    if dim not in (-1, len(shape(log_weights)) - 1, [-1], (-1,)) or not _is_column(row_max, log_weights):
+    if dim not in (-1, len(shape_of(log_weights)) - 1, [-1], (-1,)) or not _is_column(row_max, log_weights):
         raise NotMLSTM("the maximum is not taken over the keys")
     inside |= {difference, log_weights, reduction, row_max}
     return log_weights, row_max
@@ -110,11 +111,11 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
 
 def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
     """i and f in ``D_ts = F_t - F_s + i_s``, which is masked where s > t."""
-    rank = len(shape(log_weights))
+    rank = len(shape_of(log_weights))
     masks = []
 
     def visit(node: Node) -> list[Term] | None:
-        if len(shape(node)) == rank and not any(is_one(size) for size in shape(node)[-2:]):
+        if len(shape_of(node)) == rank and not any(is_one(size) for size in shape_of(node)[-2:]):
             inside.add(node)
         kept = _masked_sum(node)
         if kept is None:
@@ -139,7 +140,7 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
 
 def _is_column(node: Node, matrix: Node) -> bool:
     """Whether ``node`` holds one number for every row of ``matrix``: [..., S, 1] of the same rank."""
-    return len(shape(node)) == len(shape(matrix)) and is_one(shape(node)[-1])
+    return len(shape_of(node)) == len(shape_of(matrix)) and is_one(shape_of(node)[-1])
 
 
 def _direction(term: Term) -> str:
@@ -181,14 +182,14 @@ def _is_causal(condition: Any, negated: bool) -> bool:
     if not is_tensor(condition):
         return False
     view = view_of(condition)
-    node, rank = view.base, len(shape(condition))
-    if view.dims[-2:] not in ((0, 1), (len(shape(node)) - 2, len(shape(node)) - 1)) or any(view.starts):
+    node, rank = view.base, len(shape_of(condition))
+    if view.dims[-2:] not in ((0, 1), (len(shape_of(node)) - 2, len(shape_of(node)) - 1)) or any(view.starts):
         return False
     if op(node) == "not":
         return _is_causal(node.args[0], not negated)
     if op(node) in ("bool", "to", "type"):
         return _is_causal(node.args[0], negated)
-    if any(is_one(size) for size in shape(node)[-2:]) and op(node) in ("tril", "triu"):
+    if any(is_one(size) for size in shape_of(node)[-2:]) and op(node) in ("tril", "triu"):
         return False
     if op(node) in ("tril", "triu"):
         diagonal = arg(node, 1, "diagonal", 0)
@@ -203,7 +204,7 @@ def _compares_positions(node: Node, negated: bool) -> bool:
     views = [view_of(a) for a in node.args]
     if any(op(v.base) != "arange" or any(v.starts) or len(v.base.args) != 1 for v in views):
         return False
-    rank = len(shape(node))
+    rank = len(shape_of(node))
     lies = ["row" if len(v.dims) == rank and v.dims[-2] is not None else "column" for v in views]
     kept = {("ge", "row", "column"), ("le", "column", "row")}
     dropped = {("lt", "row", "column"), ("gt", "column", "row")}
@@ -213,7 +214,7 @@ def _compares_positions(node: Node, negated: bool) -> bool:
 def _forget_gate(decay: Node) -> Node:
     """f in ``cumsum(logsigmoid(f))``, a sum over the positions."""
     inner, dim = arg(decay, 0, "input"), arg(decay, 1, "dim")
-    sizes = shape(decay)
+    sizes = shape_of(decay)
     positions = len(sizes) - 2 if len(sizes) == 4 else len(sizes) - 1
     if dim % len(sizes) != positions or (len(sizes) == 4 and not is_one(sizes[3])):
         raise NotMLSTM("the cumulative sum is not taken over the positions")
@@ -222,7 +223,7 @@ def _forget_gate(decay: Node) -> Node:
     if op(inner) != "logsigmoid":
         raise NotMLSTM("the cumulative sum is not over logsigmoid of the forget gate")
     gate = inner.args[0]
-    while op(gate) in ("float", "double") and gate.args[0].meta["example_value"].is_floating_point():
+    while op(gate) in ("float", "double") and value_of(gate.args[0]).is_floating_point():
         gate = gate.args[0]
     return gate
 
@@ -250,7 +251,7 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
     if (
         op(total) != "sum"
         or total.args[0] is not combined
-        or arg(total, 1, "dim") not in (-1, [-1], (-1,), len(shape(combined)) - 1)
+        or arg(total, 1, "dim") not in (-1, [-1], (-1,), len(shape_of(combined)) - 1)
     ):
         raise NotMLSTM("the normaliser does not sum C over the keys")
     if op(negative) != "neg" or _rows(negative.args[0]) is not _rows(row_max):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ..core.fx import shape_of, value_of, working_dtype
 from ..core.purity import changes_in_place
 from ..core.report import leave_to_stock, record, user_line
-from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, shape, view_of, whole
+from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, view_of, whole
 from ..options import Options
 from .op import mlstm_op
 from .pattern import Cell, NotMLSTM, find
@@ -61,16 +62,16 @@ def _check(product: Node, cell: Cell) -> None:
     if any(changes_in_place(n) for n in between):
         raise NotMLSTM("a tensor is changed in place between its parts")
     operands = (cell.query, cell.key, cell.value)
-    values = [x.meta["example_value"] for x in operands if is_tensor(x)]
+    values = [value_of(x) for x in operands if is_tensor(x)]
     if len(values) < 3 or any(v.dim() != 4 for v in values):
         raise NotMLSTM("queries, keys and values are not [B, N, S, D]")
-    if len({v.dtype for v in values} | {product.meta["example_value"].dtype}) > 1:
+    if len({v.dtype for v in values} | {value_of(product).dtype}) > 1:
         raise NotMLSTM("queries, keys, values and the result differ in dtype")
     if values[1].shape != values[0].shape or values[2].shape[:3] != values[0].shape[:3]:
         raise NotMLSTM("queries, keys and values are broadcast against each other")
     for gate in (cell.input_gate, cell.forget_gate):
         if _gate_shape(gate) != tuple(values[0].shape[:3]):
-            raise NotMLSTM(f"a gate of shape {tuple(shape(gate))} is not [B, N, S]")
+            raise NotMLSTM(f"a gate of shape {shape_of(gate)} is not [B, N, S]")
     if not cell.scale > 0:
         raise NotMLSTM(f"the scale {cell.scale} is not positive")
     autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in nodes)
@@ -84,7 +85,7 @@ def _ignores_values(user: Node) -> bool:
 
 
 def _gate_shape(gate: Node) -> tuple[Any, ...]:
-    sizes = shape(gate)
+    sizes = shape_of(gate)
     if len(sizes) == 4:
         unit = next((d for d in (3, 2) if is_one(sizes[d])), None)
         return sizes if unit is None else sizes[:unit] + sizes[unit + 1 :]
@@ -152,13 +153,13 @@ def fused_cell(
 def _of_heads(vector: Tensor | None, heads: int, width: int) -> Tensor | None:
     if vector is None:
         return None
-    wide = vector.to(torch.promote_types(vector.dtype, torch.float32))
+    wide = vector.to(working_dtype(vector.dtype))
     return wide.reshape(heads, width) if wide.numel() == heads * width else wide.expand(heads, width)
 
 
 def _headwise_norm(hidden: Node) -> _Norm | None:
     """The norm over the value width of each head, if no other op uses ``hidden`` [B, N, S, Dv]; None otherwise."""
-    _, heads, _, width = shape(hidden)
+    _, heads, _, width = shape_of(hidden)
     node = _only_user(hidden)
     if op(node) == "layer_norm":
         weight, bias = (arg(node, i, name) for i, name in ((2, "weight"), (3, "bias")))
@@ -168,7 +169,7 @@ def _headwise_norm(hidden: Node) -> _Norm | None:
     moved = hidden
     while op(node) in ("transpose", "contiguous"):
         moved, node = node, _only_user(node)
-    if op(node) != "view" or len(shape(node)) != 2 or shape(node)[1] != heads * width or node.args[0] is not moved:
+    if op(node) != "view" or len(shape_of(node)) != 2 or shape_of(node)[1] != heads * width or node.args[0] is not moved:
         return None
     straight = whole(hidden).dims
     if view_of(moved).base is not hidden or view_of(moved).dims != tuple(straight[d] for d in (0, 2, 1, 3)):

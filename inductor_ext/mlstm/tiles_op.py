@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.fx import working_dtype
+
 
 class ForwardOperands(NamedTuple):
     """The operands of ``mlstm_tiles``, in the order of its signature."""
@@ -47,11 +49,6 @@ class BackwardOperands(NamedTuple):
 
 #: The number of rows in a block. The eager code needs O(BLOCK * S) memory per head.
 BLOCK = 128
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and of numbers per row: fp32, or float64 for float64."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def rows_like(query: Tensor, width: int) -> Tensor:
@@ -138,7 +135,7 @@ def mlstm_tiles(
     else an empty tensor; and two numbers per row, [B, N, S] in fp32 (float64 for float64): sum_s C, and 1 / standard
     deviation of the norm (1 unless ``norm``).
     """
-    kind = wide(query.dtype)
+    kind = working_dtype(query.dtype)
     out, row_sum = rows_like(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=kind)
     affine = norm_weight is not None or norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
@@ -164,7 +161,7 @@ def _(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = rows_like(given.query, given.value.shape[-1])
     affine = given.norm_weight is not None or given.norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
-    row = given.query.new_empty(given.query.shape[:3], dtype=wide(given.query.dtype))
+    row = given.query.new_empty(given.query.shape[:3], dtype=working_dtype(given.query.dtype))
     return out, normalised, row, torch.empty_like(row)
 
 
@@ -192,7 +189,7 @@ def mlstm_tiles_backward(
     sum of the column max_index_t <= t. Returns the three gradients in the layouts of ``rows_like``, then the row sums and
     the column sums [B, N, S] in fp32 (float64 for float64).
     """
-    kind = wide(query.dtype)
+    kind = working_dtype(query.dtype)
     batch, heads, length, _ = query.shape
     grads = [torch.zeros_like(x, dtype=kind) for x in (query, key, value)]
     of_rows = torch.zeros(batch, heads, length, dtype=kind, device=query.device)
@@ -217,5 +214,5 @@ def mlstm_tiles_backward(
 @mlstm_tiles_backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     widths = (query.shape[-1], query.shape[-1], value.shape[-1])
-    row = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    row = query.new_empty(query.shape[:3], dtype=working_dtype(query.dtype))
     return *(rows_like(query, width) for width in widths), row, torch.empty_like(row)

@@ -1,6 +1,6 @@
 """associative_scan along dim 0 of flat leaves.
 
-It is one scan. If there are only few long rows, which would leave most of a GPU idle, it is a scan in two levels.
+It is one scan, or a scan in two levels where there are only few long rows, which would leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.fx import working_dtype
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop
@@ -58,15 +59,15 @@ def first_of_all(x: Tensor, reverse: bool = False) -> Tensor:
     return (torch.arange(x.shape[0], device=x.device) == first).reshape(-1, *[1] * (x.dim() - 1))
 
 
-def associative(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leaves ``xs`` [T, ...], of one shape, scanned along dim 0 by ``combine``."""
-    if _long_and_few(xs):
+def associative(combine: Callable[..., Any], xs: Sequence[Tensor], two_levels: bool) -> tuple[Tensor, ...]:
+    """The leaves ``xs`` [T, ...], of one shape, scanned along dim 0 by ``combine``, in one level or in two."""
+    if two_levels:
         return _in_two_levels(combine, xs)
     return tuple(associative_scan_hop(combine, list(xs), ()))
 
 
-def _long_and_few(xs: Sequence[Tensor]) -> bool:
-    """Whether to scan in chunks. For one leaf, stock scans in chunks itself, by look-back."""
+def long_and_few(xs: Sequence[Tensor]) -> bool:
+    """Whether ``xs`` [T, ...] are few long rows. For one leaf the answer is no: stock scans it in chunks, by look-back."""
     if len(xs) == 1 or not (xs[0].is_cuda or uses_triton_on_cpu()):
         return False
     length, *channels = (size_hint(n) for n in xs[0].shape)
@@ -79,7 +80,7 @@ def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[T
     Half precision is scanned in fp32, as within one kernel, and rounded at the end.
     """
     dtypes, length = [x.dtype for x in xs], xs[0].shape[0]
-    xs = [x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x for x in xs]
+    xs = [x.to(working_dtype(x.dtype)) for x in xs]
 
     def wide(*flat: Tensor) -> list[Tensor]:
         results = pytree.tree_leaves(combine(*flat))
@@ -89,7 +90,8 @@ def _in_two_levels(combine: Callable[..., Any], xs: Sequence[Tensor]) -> tuple[T
     # The padding after the end has no effect on the elements before it.
     chunks = [padded(x, 0, count * CHUNK - length).unflatten(0, (count, CHUNK)).transpose(0, 1) for x in xs]
     inside = associative_scan_hop(wide, chunks, ())
-    totals = associative(wide, [y[-1] for y in inside])
+    last = [y[-1] for y in inside]
+    totals = associative(wide, last, long_and_few(last))
     before = [padded(total[:-1], 1, 0).expand(y.shape) for total, y in zip(totals, inside, strict=True)]
     joined = wide(*before, *inside)
     first = first_of_all(totals[0])

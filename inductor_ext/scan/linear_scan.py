@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import channels
+from ..core.fx import working_dtype
 
 #: Fewer rows along time do not fill a GPU, because each row is scanned by one warp.
 FEWEST_ROWS = 512
@@ -18,7 +19,7 @@ FEWEST_ROWS = 512
 
 def accumulator(coefficients: Any, inputs: Any) -> torch.dtype:
     """The dtype that the op computes in. The operands are tensors, or Inductor's IR: anything that has a ``dtype``."""
-    wide = torch.promote_types(inputs.dtype, torch.float32)
+    wide = working_dtype(inputs.dtype)
     return wide if coefficients is None else torch.promote_types(wide, coefficients.dtype)
 
 

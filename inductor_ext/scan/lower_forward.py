@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.fx import working_dtype
 from ..core.kernel_op import KernelOp
 from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
@@ -18,7 +19,7 @@ from ..torch_api.ir import node_layout, realize
 from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import make_template
 from .lower_linear import grid
-from .scan_forward import computed_in, scan_forward
+from .scan_forward import scan_forward
 
 _template = make_template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
 
@@ -43,7 +44,7 @@ def lower(xs: Sequence[Any], source: str, shape: Sequence[Any], dim: int, revers
     layouts = [node_layout(i) for i in range(len(xs))]
     *others, last = sorted({user.args[1] for user in V.graph.current_node.users if user.target is operator.getitem})
     results = {i: empty_strided(layouts[i].size, layouts[i].stride, dtype=layouts[i].dtype, device=device) for i in others}
-    kinds = [computed_in(x.get_dtype()) for x in xs]
+    kinds = [working_dtype(x.get_dtype()) for x in xs]
     slices, _, channels = xs[0].get_size()
     results[last] = run(
         _template,

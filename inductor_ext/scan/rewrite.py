@@ -18,9 +18,8 @@ from ..core.report import record, user_line
 from ..core.terms import op
 from ..options import Options
 from ..torch_api.higher_order import associative_scan_hop
+from .plan import NAME
 from .scan import scan
-
-NAME = "scans"
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:

@@ -17,7 +17,6 @@ gradient of leaves that interact.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,16 +24,13 @@ import torch
 from torch import Tensor
 
 from ..core.depend import depend
+from ..core.fx import working_dtype
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
-from .linear_scan import scanned, supported
+from .linear_scan import scanned
+from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
-
-#: An entry of the Jacobian that is one for all values.
-_ONE = 1
-#: ∂c_i/∂y_j by (i, j). Entries that are zero for all values are left out.
-_Jacobian = dict[tuple[int, int], Tensor | int]
 
 
 class _Scan(torch.autograd.Function):
@@ -48,8 +44,9 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        ys = _scanned_forward(combine, recurrence, reverse, xs)
-        ctx.combine, ctx.reverse = combine, reverse
+        plan = record_forward(plan_forward(combine, recurrence, xs))
+        ys = _scanned_forward(plan, combine, reverse, xs)
+        ctx.plan, ctx.combine, ctx.reverse = plan, combine, reverse
         ctx.save_for_backward(*xs, *ys)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in ys if not y.is_floating_point()))
@@ -62,25 +59,22 @@ class _Scan(torch.autograd.Function):
         # saved tensors only, and save that in their place.
         saved = [depend(x, given) for x in ctx.saved_tensors]
         xs, ys = saved[: len(grads)], saved[len(grads) :]
-        return None, None, None, *scan_gradients(ctx.combine, xs, ys, grads, ctx.reverse)
+        return None, None, None, *scan_gradients(ctx.plan, ctx.combine, xs, ys, grads, ctx.reverse)
 
 
-def _scanned_forward(
-    combine: Callable[..., Any], recurrence: tuple[int, int] | None, reverse: bool, xs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    if recurrence is not None and all(supported(x) for x in xs):
-        gate, state = recurrence
+def _scanned_forward(plan: ScanPlan, combine: Callable[..., Any], reverse: bool, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if plan.forward is Form.LINEAR:
+        gate, state = plan.recurrence
         a, x = xs[gate], xs[state]
-        (products,) = _scanned_forward(_product, None, reverse, [a])
+        (products,) = _scanned_forward(plan_forward(_product, None, [a]), _product, reverse, [a])
         ys = {gate: products, state: scanned(_later(a, reverse), x, reverse, x.dtype)}
         return ys[0], ys[1]
-    if scan_forward.supported(xs):
-        source = scan_forward.combination(combine, [x.dtype for x in xs])
-        if source is not None:
-            return tuple(scan_forward.scanned(source, xs, reverse))
+    if plan.forward is Form.CHANNELS:
+        return tuple(scan_forward.scanned(plan.source, xs, reverse))
+    two_levels = plan.forward is Form.TWO_LEVELS
     if reverse:
-        return tuple(backwards(y) for y in associative(combine, [backwards(x) for x in xs]))
-    return associative(combine, xs)
+        return tuple(backwards(y) for y in associative(combine, [backwards(x) for x in xs], two_levels))
+    return associative(combine, xs, two_levels)
 
 
 def _later(x: Tensor, reverse: bool) -> Tensor:
@@ -141,11 +135,17 @@ def _scan_of_one_shape(
 
 
 def scan_gradients(
-    combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], grads: Sequence[Tensor | None], reverse: bool
+    plan: ScanPlan,
+    combine: Callable[..., Any],
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    reverse: bool,
 ) -> list[Tensor | None]:
     """The gradients of ``xs``, given ``grads``, the gradients of ``ys = scan(combine, xs, reverse=reverse)``.
 
-    xs, ys: tensors [T, ...] of one shape. A gradient is None where there is none, in ``grads`` and in the result.
+    plan: that of the forward. xs, ys: tensors [T, ...] of one shape. A gradient is None where there is none, in ``grads``
+    and in the result.
     """
     if xs[0].shape[0] <= 1:
         return list(grads)
@@ -157,12 +157,11 @@ def scan_gradients(
             now[i].requires_grad_()
         after = pytree.tree_leaves(combine(*before, *now))
         jacobian = _jacobian(after, before, floating)
-        groups = _groups(_reached(jacobian, grads), jacobian)
-        if any(len(group) > 1 for group in groups) and scan_backward.supported(xs):
-            product = scan_backward.product(combine, len(xs), sorted(itertools.chain(*groups)))
-            if product is not None:
-                return scan_backward.gradients(product, ys, xs, grads, reverse)
-        adjoint = _adjoint(jacobian, groups, grads, reverse)
+        plan = plan_backward(plan, combine, jacobian, xs, grads)
+        record_backward(plan)
+        if plan.backward[0].form is Form.CARRIED:
+            return scan_backward.gradients(plan.backward[0].product, ys, xs, grads, reverse)
+        adjoint = _adjoint(jacobian, plan, grads, reverse)
         through = [i for i in adjoint if after[i].requires_grad]
         outgoing = {i: _later(adjoint[i], reverse).to(after[i].dtype) for i in through}
         parts = torch.autograd.grad(
@@ -185,7 +184,7 @@ def scan_gradients(
     return result
 
 
-def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> _Jacobian:
+def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> Jacobian:
     """∂after_i/∂before_j for all pairs of floating leaves, element by element, detached."""
     found = {}
     for i in floating:
@@ -197,7 +196,7 @@ def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Seque
         for j, column in zip(floating, columns, strict=True):
             if column is not None:
                 # Through an addition, autograd returns the same tensor object.
-                found[i, j] = _ONE if column is ones else column.detach()
+                found[i, j] = ONE if column is ones else column.detach()
     return found
 
 
@@ -216,67 +215,36 @@ def _product(a1: Tensor, a2: Tensor) -> tuple[Tensor]:
     return (a1 * a2,)
 
 
-def _reached(jacobian: _Jacobian, grads: Sequence[Tensor | None]) -> set[int]:
-    """The leaves that have a lambda: those with a gradient, and those on which such a leaf depends."""
-    reached = {i for i, g in enumerate(grads) if g is not None}
-    while more := {j for i, j in jacobian if i in reached} - reached:
-        reached |= more
-    return reached
-
-
-def _adjoint(
-    jacobian: _Jacobian, groups: list[list[int]], grads: Sequence[Tensor | None], reverse: bool
-) -> dict[int, Tensor]:
-    """lambda [T, ...] of every leaf in ``groups``, in fp32 or float64.
+def _adjoint(jacobian: Jacobian, plan: ScanPlan, grads: Sequence[Tensor | None], reverse: bool) -> dict[int, Tensor]:
+    """lambda [T, ...] of every leaf that the plan's backward has, in fp32 or float64.
 
     It is computed from the element that the scan reads last to the one that it reads first.
     """
     turned = (lambda x: x) if reverse else backwards
     (some, *_) = (g for g in grads if g is not None)
     found: dict[int, Tensor] = {}
-    for group in groups:
-        wide = {i: torch.promote_types(some.dtype if grads[i] is None else grads[i].dtype, torch.float32) for i in group}
-        if len(group) == 1 and (group[0], group[0]) in jacobian and supported(some):
-            (i,) = group
+    for group in plan.backward:
+        leaves, entries = group.leaves, group.entries
+        wide = {i: working_dtype((some if grads[i] is None else grads[i]).dtype) for i in leaves}
+        if group.form is Form.LINEAR:
+            (i,) = leaves
             given = torch.zeros_like(some) if grads[i] is None else grads[i]
             entry = jacobian[i, i]
-            found[i] = scanned(None if entry is _ONE else _column(entry, some), given, not reverse, wide[i])
+            found[i] = scanned(None if entry is ONE else _column(entry, some), given, not reverse, wide[i])
             continue
-        b = [turned((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in group]
-        entries = _closed({(j, i) for i, j in jacobian if i in group and j in group})
-        if len(group) == 1 and jacobian.get((group[0], group[0])) is _ONE:
-            b = list(associative(_sum, b))
-        elif entries:
+        b = [turned((torch.zeros_like(some) if grads[i] is None else grads[i]).to(wide[i])) for i in leaves]
+        if group.form is not Form.NONE:
             # The last element has no Jacobian of a later element.
             columns = [_column(jacobian.get((i, j)), some) for j, i in entries]
             whole = (padded(x, 1, 0) if reverse else padded(x, 0, 1) for x in columns)
             coefficients = [turned(x).to(wide[i]) for x, (_, i) in zip(whole, entries, strict=True)]
-            b = list(associative(_linear(entries, group), [*coefficients, *b])[len(entries) :])
-        found.update({i: turned(total) for i, total in zip(group, b, strict=True)})
+            combine = _linear(entries, leaves) if entries else _sum
+            b = list(associative(combine, [*coefficients, *b], group.form is Form.TWO_LEVELS)[len(entries) :])
+        found.update({i: turned(total) for i, total in zip(leaves, b, strict=True)})
     return found
 
 
-def _groups(leaves: set[int], jacobian: _Jacobian) -> list[list[int]]:
-    """The leaves in groups. Leaves that interact are in one group."""
-    groups: list[set[int]] = [{i} for i in sorted(leaves)]
-    for i, j in jacobian:
-        if i in leaves and j in leaves:
-            first, second = (next(g for g in groups if n in g) for n in (i, j))
-            if first is not second:
-                first |= second
-                groups.remove(second)
-    return [sorted(g) for g in groups]
-
-
-def _closed(entries: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The entries that can be nonzero in a power of a matrix whose nonzero entries are ``entries``."""
-    closed = set(entries)
-    while more := {(i, last) for i, j in closed for k, last in closed if j == k} - closed:
-        closed |= more
-    return sorted(closed)
-
-
-def _linear(entries: list[tuple[int, int]], group: list[int]) -> Callable[..., list[Tensor]]:
+def _linear(entries: Sequence[tuple[int, int]], group: Sequence[int]) -> Callable[..., list[Tensor]]:
     """The combine_fn ``(A1, b1) o (A2, b2) = (A2 A1, A2 b1 + b2)`` on flat leaves.
 
     The leaves are the entries of A at ``entries``, and then b for each leaf of ``group``.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core import channels
+from ..core.fx import working_dtype
 from ..core.sources import function_of, source_of
 from ..torch_api.graph import pytree
 from ..torch_api.tracing import trace_apart
@@ -24,17 +25,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 MOST_LEAVES = 8
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which leaves of ``dtype`` are combined: fp32 for half precision, else ``dtype``."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
 def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> str | None:
-    """The source of ``combine`` on leaves of ``dtypes``, in the dtypes of ``computed_in``.
+    """The source of ``combine`` on leaves of ``dtypes``, in the dtypes of ``working_dtype``.
 
     It is None if the graph of ``combine`` contains tensors of its own.
     """
-    kinds = [computed_in(dtype) for dtype in dtypes]
+    kinds = [working_dtype(dtype) for dtype in dtypes]
 
     def combined(*flat: Tensor) -> list[Tensor]:
         results = pytree.tree_leaves(combine(*flat))
@@ -48,12 +44,12 @@ def combination(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> s
 def scan_forward(xs: list[Tensor], source: str, shape: list[int], dim: int, reverse: bool) -> list[Tensor]:
     """The scan of the k leaves ``xs`` [P, T, L] along T; it runs from the end if ``reverse``.
 
-    source: a function that takes 2k leaves of the dtypes of ``computed_in`` and returns k of them; see ``sources.py``. The
+    source: a function that takes 2k leaves of the dtypes of ``working_dtype`` and returns k of them; see ``sources.py``. The
     results have the dtypes of ``xs`` and are rounded once. They are contiguous and have the shape ``shape``: T is at
     ``dim``, and P and L are one dim or several dims before and behind it, as in ``linear_scan``.
     """
     combine = function_of(source, xs[0].device)
-    wide = [x.to(computed_in(x.dtype)) for x in xs]
+    wide = [x.to(working_dtype(x.dtype)) for x in xs]
     ys = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wide]
     times = range(xs[0].shape[1])
     total: list[Tensor] = []

@@ -10,7 +10,8 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_log, trace_structured
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import get_current_meta
 
 __all__ = ["detect_fake_mode"]
 
@@ -18,6 +19,11 @@ __all__ = ["detect_fake_mode"]
 def is_traced() -> bool:
     """Return whether the artifacts of a structured trace are collected (TORCH_TRACE)."""
     return bool(trace_log.handlers)
+
+
+def traced_meta() -> dict[str, Any] | None:
+    """Return the metadata of the node that AOTAutograd traces now, or None if nothing is being traced to a graph."""
+    return get_current_meta() if get_proxy_mode() is not None else None
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -119,7 +119,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._ops", "graph", "HigherOrderOperator", "OpOverload"),
     *_of("torch._subclasses.fake_tensor", "frontend", "FakeTensor"),
     *_of("torch.compiler", "tracing", "_is_compiling_flag"),
-    *_of("torch.fx.experimental.proxy_tensor", "tracing", "make_fx"),
+    *_of("torch.fx.experimental.proxy_tensor", "tracing", "get_proxy_mode", "make_fx"),
     *_of("torch.fx.experimental.symbolic_shapes", "sizes", "guard_or_false", "statically_known_true"),
     *_of("torch.nn.attention.flex_attention", "frontend", "_validate_device"),
     *_of("torch.utils", "graph", "_pytree"),

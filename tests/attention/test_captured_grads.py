@@ -49,6 +49,14 @@ def test_constant_index():
     assert constant_of(only.indices[1]) == 3
 
 
+def test_a_constant_that_does_not_fit_a_cast():
+    def score_mod(s, b, h, q, k, t):
+        return s * t[h, torch.full((), 300, dtype=torch.int32).to(torch.int8).to(torch.int64)]
+
+    _, ((only,),) = contributions(score_mod, torch.zeros(2, 500))
+    assert constant_of(only.indices[1]) is None
+
+
 def test_zero_dim():
     _, ((only,),) = contributions(lambda s, b, h, q, k, t: s * t, torch.zeros(()))
     assert only.indices == ()

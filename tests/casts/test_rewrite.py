@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inductor_ext.casts import rewrite as casts
-from inductor_ext.casts.moves import cast_of, dtype_of, holds, moved
+from inductor_ext.casts.moves import element_dtype, holds, moved
 from inductor_ext.core import joint_graph
+from inductor_ext.core.fx import cast_of
 from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from tests.support import snapshots
@@ -33,9 +34,9 @@ def round_trips(graph):
         source = cast_of(node)
         while source is not None and cast_of(source) is None:
             source = next(iter(moved(source)), None)
-        if source is None or dtype_of(source) is dtype_of(node):
+        if source is None or element_dtype(source) is element_dtype(node):
             continue
-        if dtype_of(cast_of(source)) is dtype_of(node) and holds(dtype_of(source), dtype_of(node)):
+        if element_dtype(cast_of(source)) is element_dtype(node) and holds(element_dtype(source), element_dtype(node)):
             found.append(node)
     return found
 

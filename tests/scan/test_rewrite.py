@@ -16,7 +16,7 @@ from inductor_ext.torch_api.higher_order import associative_scan_hop
 from tests.support import snapshots
 from tests.support.joint_graphs import rewritten, text
 
-from .test_compiled import pointwise_scan
+from .test_compiled import channels_module, few_channels_are_enough, pointwise_scan
 from .test_scan import COMBINES, gated, gradients, leaves, loop, total, upper_triangular
 
 # The package shows functions under the modules' names.
@@ -123,5 +123,32 @@ def test_graph_in_two_levels(monkeypatch):
     monkeypatch.setattr(associative_module, "CHUNK", 4)
     monkeypatch.setattr(associative_module, "FEWEST_CHUNKS", 1)
     monkeypatch.setattr(associative_module, "uses_triton_on_cpu", lambda: True)
-    traced = make_fx(lambda *xs: associative_module.associative(gated, xs)[1], tracing_mode="fake")
+    traced = make_fx(lambda *xs: associative_module.associative(gated, xs, True)[1], tracing_mode="fake")
     snapshots.check(__file__, "scans_two_levels", text(traced(torch.randn(10, 2), torch.randn(10, 2)).graph))
+
+
+FORMS = {
+    "gated": (gated, 1, "a linear recurrence in one kernel", "a linear recurrence in one kernel"),
+    "sum": (total, 0, "a kernel over channels", "a linear recurrence in one kernel"),
+    "matrix": (upper_triangular, 1, "a kernel over channels", "carried back in time"),
+}
+
+
+@pytest.mark.parametrize("enough", [False, True], ids=["few_channels", "many_channels"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_report_shows_the_forms(name, enough, monkeypatch):
+    """Each direction once, although AOTAutograd traces the forward more than once, and at the user's line."""
+    combine, used, forward, backward = FORMS[name]
+    if enough:
+        few_channels_are_enough(monkeypatch)
+        monkeypatch.setattr(channels_module, "uses_triton_on_cpu", lambda: True)
+    xs = [torch.randn(5, 2, 3, requires_grad=True) for _ in COMBINES[combine]]
+    with collect() as report:
+        rewritten(lambda *xs: pointwise_scan(combine, xs, 0, False)[used], *xs)
+    found = [d for d in report.decisions if d.pass_name == "scans"]
+    one = "a scan in one level"
+    want = [forward, backward] if enough else [one, one]
+    assert [(d.op, d.path) for d in found[1:]] == list(
+        zip(("associative_scan", "associative_scan_backward"), want, strict=True)
+    )
+    assert all("test_compiled.py" in d.where for d in found)

@@ -14,7 +14,7 @@ from tests.attention.case import relative_error
 # The package shows the op under the module's name.
 associative_module = importlib.import_module("inductor_ext.scan.associative")
 linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
-scan_module = importlib.import_module("inductor_ext.scan.scan")
+plan_module = importlib.import_module("inductor_ext.scan.plan")
 linear_scan = linear_scan_module.linear_scan
 
 
@@ -189,7 +189,7 @@ def test_half_precision_is_rounded_once_in_two_levels(dtype, small_chunks):
 def test_few_long_rows_alone_are_cut():
     def cut(*shape, count=2):
         with mock.patch.object(associative_module, "uses_triton_on_cpu", lambda: True):
-            return associative_module._long_and_few([torch.empty(shape, device="meta")] * count)
+            return associative_module.long_and_few([torch.empty(shape, device="meta")] * count)
 
     assert cut(131072, 1, 16) and cut(131072)
     assert not cut(131072, 512) and not cut(2048, 4) and not cut(131072, 16, count=1)
@@ -275,7 +275,7 @@ def test_many_channels_take_the_linear_scan(graph, dtype):
         return linear_scan(*operands)
 
     with (
-        mock.patch.object(scan_module, "supported", lambda x: True),
+        mock.patch.object(plan_module, "supported", lambda x: True),
         mock.patch.object(linear_scan_module, "linear_scan", counting),
     ):
         ys = scan(combine, xs)
