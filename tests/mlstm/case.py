@@ -15,7 +15,7 @@ SLACK = 1.2
 
 @dataclass
 class Case:
-    """``shift`` is added to the input gates, ``spread`` scales the forget gates, and ``layout`` is the layout of q, k and v."""
+    """``shift`` is added to the input gates, ``spread`` scales the forget gates, and ``layout`` is that of q, k and v."""
 
     length: int = 97
     width: int = 16
@@ -77,9 +77,9 @@ class Case:
     def check(self, run, device="cpu", draws=16):
         """Check that the errors of ``run(*operands)`` are at most 1e-5, or 1.2 times the error of the formula in fp32.
 
-        The larger bound holds. In half precision the bound is 1.2 times the error of ``half_products``. There the errors are
-        the mean of several draws, because a few rows with a small normaliser make most of the error of a draw. (Over 64 draws
-        of one case the ratio of the query's two errors was 0.8, and also over the first 16. Over the first four it was 1.2,
+        The larger bound holds. In half precision the bound is 1.2 times the error of ``half_products``. There the errors
+        are the mean of several draws, because a few rows with a small normaliser make most of the error. (Over 64 draws of
+        one case the ratio of the query's two errors was 0.8, and also over the first 16. Over the first four it was 1.2,
         and in the worst draw 2.)
         """
         if self.dtype.itemsize == 2:

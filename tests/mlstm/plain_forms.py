@@ -1,7 +1,7 @@
 """mLSTM as people write it in plain PyTorch, and near misses: similar code that is not mLSTM.
 
-Every form takes query, key [B, N, S, D], value [B, N, S, Dv], input_gate, forget_gate [B, N, S] and weight [N * Dv] (0 is the
-identity) and returns [B, S, N * Dv].
+Every form takes query, key [B, N, S, D], value [B, N, S, Dv], input_gate, forget_gate [B, N, S] and weight [N * Dv]
+(0 is the identity) and returns [B, S, N * Dv].
 """
 
 import math

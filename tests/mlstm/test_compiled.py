@@ -69,7 +69,7 @@ def test_kernels(name, device):
 )
 def test_widths_and_lengths(width, dtype):
     """The widths that the templates support."""
-    # A single row in half precision is left out: the gradient of its gates is one rounding error of h, which nothing averages.
+    # A single row in half precision is left out: the gradient of its gates is one rounding error of h, without an average.
     lengths = (97, 1000) if width < 256 else (97, 300)
     for length in lengths if dtype.itemsize == 2 else (1, *lengths):
         batch = 40 if length == 1 else 1
@@ -126,7 +126,7 @@ def test_ten_runs_are_bitwise_equal():
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_maxima_far_back(device):
-    """The first input is strong, so it is the maximum of every later row. With a large eps it gets a gradient from all rows."""
+    """The first input is the maximum of every later row. With a large eps it gets a gradient from all of them."""
     case = Case(length=150, eps=1e-1, spread=0.0, norm=False)
 
     def run(query, key, value, input_gate, forget_gate, *affine):

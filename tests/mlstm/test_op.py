@@ -14,8 +14,8 @@ from .case import Case
 from .plain_forms import repeated
 
 
-# With a single key, h is a multiple of its value, and a norm keeps only the sign of the factor. So the gradients of the query,
-# the key and the gates are 0 except for rounding, which has no relative error: length 1 is tested without a norm only.
+# With a single key, h is a multiple of its value, and a norm keeps only the sign of the factor. So the gradients of the
+# query, the key and the gates are 0 except for rounding, and have no relative error. Length 1 is only tested without a norm.
 @pytest.mark.parametrize(
     "length, norm, eps, norm_eps",
     [c for c in itertools.product([1, 8, 97, 256], [True, False], [0, 1e-2], [0, 1e-6]) if c[0] > 1 or not c[1]],

@@ -32,7 +32,7 @@ associative_module = importlib.import_module("inductor_ext.scan.associative")
 channels_module = importlib.import_module("inductor_ext.core.channels")
 linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
 
-#: These tests run on every version of torch, because Dynamo, AOTAutograd and stock's code generation differ between versions.
+#: These tests run on every version of torch, because Dynamo, AOTAutograd and code generation differ between versions.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -183,7 +183,7 @@ def test_captured_tensors(combine, enough, device, monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_the_gradient_that_was_zero(dim, reverse, device):
-    """In pointwise mode stock returns zeros as the gradient of the gate. The results have the memory order of the operands."""
+    """Stock's pointwise mode gives zeros as the gradient of the gate. Results have the memory order of the operands."""
     xs = [(0.5 + torch.rand(4, 5, 6, device=device)), torch.randn(4, 5, 6, device=device)]
     xs = [x.requires_grad_() for x in xs]
     products, y = compiled(gated, dim, reverse)(*xs)
@@ -278,7 +278,7 @@ def test_leaves_that_interact_are_one_kernel_each_way(reverse, device, monkeypat
 
 @pytest.mark.breadth(0)
 def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
-    """The operands and results are saved, and no tensor that is computed from them. Over many channels it is gradfuse's kernel."""
+    """Only operands and results are saved, and no tensor computed from them. Over many channels gradfuse's kernel runs."""
     few_channels_are_enough(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
     (kernel,), _ = codes_of(log_space, xs, 1)

@@ -1,4 +1,4 @@
-"""The gradient of associative_scan, computed in one pass backwards in time, compared with autograd of a plain loop in float64."""
+"""The gradient of associative_scan, by one pass backwards in time, compared with autograd of a loop in float64."""
 
 import importlib
 from unittest import mock

@@ -1,4 +1,4 @@
-"""The lowering of scan_backward: the emitted kernel and the op's eager loop are compared with autograd of a loop in float64."""
+"""The lowering of scan_backward: its kernel and the op's eager loop are compared with autograd of a loop in float64."""
 
 import contextlib
 import importlib

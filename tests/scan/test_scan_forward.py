@@ -230,7 +230,7 @@ def emitted(combine, dtype=torch.float32):
 
 
 def test_channels_are_those_of_every_leaf():
-    """A leaf that is expanded along a dim cannot join this dim with others. With other channels it would have to be copied."""
+    """A leaf that is expanded along a dim cannot merge this dim with others. With other channels it would be copied."""
     x, gate = torch.rand(4, 3, 20), torch.rand(20).expand(4, 3, 20)
     assert [channels.innermost(xs) for xs in ([x], [gate], [x, gate], [gate, x])] == [1, 2, 2, 2]
     assert channels.slices(gate, 2).data_ptr() == gate.data_ptr()
