@@ -52,7 +52,10 @@ def ddp(model: nn.Module, context: Context, **options: object) -> DistributedDat
 
 @scenario
 def ddp_compiled_outside(context: Context) -> None:
-    """torch.compile is around DDP, whose optimizer for Dynamo then calls gradfuse (finding C6)."""
+    """torch.compile is around DDP, whose optimizer for Dynamo then calls gradfuse.
+
+    This was finding C6.
+    """
     model = models.make().to(context.device)
     want = wanted(context, model)
     model = ddp(model, context)

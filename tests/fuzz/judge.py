@@ -4,8 +4,8 @@ The reference is the same source run eagerly on float64 copies of its inputs (in
 precision the bound of an error is the largest of three: 1e-5, three times the error of eager fp32, and the error of a
 probability that rounding the largest score causes (softmax turns the absolute error of a score of 400 into a relative
 error of 7e-5). In half precision the bound is 1.2 times the error of an emulation, which does the rounding steps of the
-program with sums accumulated in fp32. A result that looks wrong is judged again over many draws of the inputs, as one long vector, and is
-then compared with stock. If stock is equally wrong, the outcome is "stock_too".
+program with sums accumulated in fp32. A result that looks wrong is judged again over many draws of the inputs, as one
+long vector, and is then compared with stock. If stock is equally wrong, the outcome is "stock_too".
 
 A program is discarded if eager mode raises, if the reference is not finite, or if the error of eager fp32 is above 1e-3
 (in half precision: that of the emulation above 0.3). A comparison of rounded floats has such errors.
