@@ -7,14 +7,16 @@ Eager flex_attention refuses CPU tensors that need a gradient; for this comparis
 
 from __future__ import annotations
 
+import argparse
 import json
-import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
+from torch.utils.benchmark import Timer
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.table import progress
@@ -23,13 +25,21 @@ from .flex import CASES, attention
 from .runner import RESULTS, environment, relative_error
 
 
-def median_ms(step: Callable[[], object], repeats: int = 9) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        begin = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return sorted(times[2:])[repeats // 2]
+def median_ms(step: Callable[[], object], seconds: float = 2.0) -> float:
+    """The median of at least ``seconds`` of steps, by ``torch.utils.benchmark`` with all threads of this process."""
+    step()
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return 1e3 * timer.blocked_autorange(min_run_time=seconds).median
+
+
+def arguments(description: str | None, name: str, lengths: tuple[int, ...]) -> argparse.Namespace:
+    """The command line of a suite on the CPU."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, action="append", help=f"default: {', '.join(map(str, lengths))}")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    given = parser.parse_args()
+    given.length = given.length or lengths
+    return given
 
 
 def step_of(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -37,9 +47,9 @@ def step_of(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor)
 
 
 def main() -> None:
-    rows = []
+    given, rows = arguments(__doc__, "flex_cpu", (512, 1024, 2048)), []
     for name in progress("flex_cpu", "score_mod", of=("none", "key", "relpos")):
-        for length in (512, 1024, 2048):
+        for length in given.length:
             torch.manual_seed(0)
             torch._dynamo.reset()
             shapes, score_mod = CASES[name]
@@ -53,13 +63,12 @@ def main() -> None:
             row["gradfuse_step_ms"] = median_ms(lambda c=compiled, i=inputs, g=grad: step_of(c, i, g))
             with mock.patch.object(flex_module, "_validate_device", lambda *_: None):
                 want = step_of(function, inputs, grad)
-                row["eager_step_ms"] = median_ms(lambda f=function, i=inputs, g=grad: step_of(f, i, g), 3)
+                row["eager_step_ms"] = median_ms(lambda f=function, i=inputs, g=grad: step_of(f, i, g))
             row["ratio"] = row["eager_step_ms"] / row["gradfuse_step_ms"]
             row["difference"] = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
             rows.append(row)
             print(json.dumps(row), flush=True)
-    path = RESULTS / "flex_cpu.json"
-    path.write_text(json.dumps({"suite": "flex_cpu", "environment": environment(), "rows": rows}, indent=1) + "\n")
+    given.out.write_text(json.dumps({"suite": "flex_cpu", "environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import torch
 
 from inductor_ext.core.table import progress
 
-from .flex_cpu import median_ms, step_of
+from .flex_cpu import arguments, median_ms, step_of
 from .mlstm import op, plain
-from .runner import RESULTS, environment, gradfuse, relative_error, stock
+from .runner import environment, gradfuse, relative_error, stock
 
 HEADS, WIDTH = 4, 64
 LENGTHS = (512, 1024, 2048, 4096)
@@ -23,8 +23,8 @@ LONGEST_PLAIN = 2048
 
 
 def main() -> None:
-    rows = []
-    for length in progress("mlstm_cpu", "length", of=LENGTHS):
+    given, rows = arguments(__doc__, "mlstm_cpu", LENGTHS), []
+    for length in progress("mlstm_cpu", "length", of=given.length):
         torch.manual_seed(0)
         shapes = [(1, HEADS, length, WIDTH)] * 3 + [(1, HEADS, length)] * 2 + [(HEADS, WIDTH)]
         drawn = [torch.randn(s) for s in shapes]
@@ -41,11 +41,10 @@ def main() -> None:
             torch._dynamo.reset()
             step = partial(step_of, function, inputs, grad)
             worst = max(relative_error(a, b) for a, b in zip(step(), exact, strict=True))
-            row[name] = {"step_ms": median_ms(step, 5), "error": worst}
+            row[name] = {"step_ms": median_ms(step), "error": worst}
         rows.append(row)
         print(json.dumps(row), flush=True)
-    path = RESULTS / "mlstm_cpu.json"
-    path.write_text(json.dumps({"suite": "mlstm_cpu", "environment": environment(), "rows": rows}, indent=1) + "\n")
+    given.out.write_text(json.dumps({"suite": "mlstm_cpu", "environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

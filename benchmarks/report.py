@@ -13,10 +13,11 @@ import dataclasses
 import inspect
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from inductor_ext.options import Options
 from inductor_ext.registry import NAMES
@@ -30,6 +31,12 @@ MEDIANS = "Times are medians of `do_bench` in milliseconds."
 BUSY = f"{MEDIANS[:-1]}; the time in brackets is that for which the GPU is busy."
 ERRORS = "The error is the largest of output and gradients against float64."
 STEP = "Times are those of a training step (forward and backward) in milliseconds."
+#: The bandwidth of the bounds, 4.3 TB/s.
+BYTES_PER_MS = 4.3e9
+#: The colours of peers in plots.
+OURS, STOCK, OTHER, EAGER = "#2a6fdb", "#8f8f8f", "#c77f12", "#d6d6d6"
+#: Where the bars of a plot begin.
+FIRST = 0.5
 MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
@@ -42,285 +49,308 @@ def provenance(result: dict[str, Any]) -> str:
     return f"Measured {e['date']} on {e['device']}, torch {e['torch']}, Triton {e['triton']}."
 
 
-def by_case(result: dict[str, Any], dim: int) -> dict[str, dict[str, dict[str, Any]]]:
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        if row["dim"] == dim:
-            cases.setdefault(row["case"], {})[row["peer"]] = row
-    return cases
+def measured(result: dict[str, Any]) -> pd.DataFrame:
+    """The rows of a file of results, with what tables show of them as text."""
+    rows = pd.DataFrame(result["rows"])
+    if "refused" not in rows:
+        rows["refused"] = None
+    for direction in ("forward", "backward"):
+        rows[direction] = rows[f"{direction}_ms"].map("{:.2f}".format).where(rows.refused.isna(), "refused")
+        if f"{direction}_kernels_ms" in rows:
+            rows[direction] += rows[f"{direction}_kernels_ms"].map(" ({:.2f})".format)
+    if "error" in rows:
+        rows["worst"] = rows.error.map(lambda errors: f"{max(errors):.1e}", na_action="ignore")
+    return rows
 
 
-def cell(row: dict[str, Any], key: str) -> str:
-    return "refused" if "refused" in row else f"{row[key]:.2f}"
+def by_peer(rows: pd.DataFrame, index: str | list[str], values: list[str]) -> pd.DataFrame:
+    """One line a case, in the order of the rows, with the columns (value, peer)."""
+    wide = rows.pivot_table(values, index, "peer", aggfunc="first", sort=False)
+    return wide.reindex(rows.set_index(index).index.unique())
 
 
-def ratio(ours: dict[str, Any], stocks: dict[str, Any], key: str) -> str:
-    return "–" if "refused" in ours or "refused" in stocks else f"{stocks[key] / ours[key]:.2f}×"
+def markdown(header: str, lines: Iterable[Iterable[Any]]) -> str:
+    """A table of Markdown, whose header is written as in Markdown."""
+    texts = (" | ".join("–" if pd.isna(cell) else str(cell) for cell in line) for line in lines)
+    return "\n".join([f"| {header} |", "|---" * (1 + header.count(" |")) + "|", *(f"| {text} |" for text in texts)])
 
 
 def flex_table() -> str:
     result = load("flex")
-    first = result["rows"][0]
-    lines = [
-        f"{provenance(result)} The operands are bf16, with a batch of {first['batch']}, {first['heads']} heads and "
-        f"{first['length']} tokens. {MEDIANS} The error is that of the learned table's gradient against float64.",
-        "",
-        "| D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | deterministic | "
-        "error: stock | gradfuse |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for dim in (64, 128):
-        for case, peers in by_case(result, dim).items():
-            ours, stocks = peers["gradfuse"], peers["stock"]
-            errors = [f"{r['error'][-1]:.1e}" if len(r.get("error", ())) > 4 else "–" for r in (stocks, ours)]
-            numbers = [cell(r, key) for key in ("forward_ms", "backward_ms") for r in (stocks, ours)]
-            numbers += [ratio(ours, stocks, "backward_ms"), cell(peers["gradfuse-deterministic"], "backward_ms")]
-            lines.append(f"| {dim} | {case} | {' | '.join([*numbers, *errors])} |")
-    return "\n".join(lines)
+    rows = measured(result)
+    # The first four errors are those of the output and of the gradients of query, key and value.
+    rows["table_error"] = rows.error.map(lambda e: f"{e[-1]:.1e}" if len(e) > 4 else None, na_action="ignore")
+    wide = by_peer(rows, ["dim", "case"], ["forward", "backward", "backward_ms", "table_error"])
+    times = wide.backward_ms
+    wide["backward", "ratio"] = (times.stock / times.gradfuse).map("{:.2f}×".format, na_action="ignore")
+    columns = [("forward", "stock"), ("forward", "gradfuse")]
+    columns += [("backward", peer) for peer in ("stock", "gradfuse", "ratio", "gradfuse-deterministic")]
+    columns += [("table_error", "stock"), ("table_error", "gradfuse")]
+    first = rows.iloc[0]
+    return (
+        f"{provenance(result)} The operands are bf16, with a batch of {first.batch}, {first.heads} heads and "
+        f"{first.length} tokens. {MEDIANS} The error is that of the learned table's gradient against float64.\n\n"
+    ) + markdown(
+        "D | score_mod | forward: stock | gradfuse | backward: stock | gradfuse | ratio | deterministic | "
+        "error: stock | gradfuse",
+        wide.sort_index(level="dim", sort_remaining=False, kind="stable")[columns].reset_index().to_numpy(),
+    )
 
 
 def flex_sweep_table() -> str:
-    result, compiled = load("flex_sweep"), load("flex_compile")
-    lines = [
-        f"{provenance(result)} D=64, with a batch of 2. Times are in milliseconds.",
-        "",
-        "| score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for r in result["rows"]:
-        heads = f"{r['heads']}/{r['kv_heads']}"
-        rows.setdefault((r["case"], r["length"], heads, r["mask"], r["dtype"]), {})[r["peer"]] = r
-    for setting, peers in rows.items():
-        times = [
-            cell(peers[p], key) if p in peers else "–"
-            for key in ("forward_ms", "backward_ms")
-            for p in ("stock", "gradfuse")
-        ]
-        lines.append(f"| {' | '.join(map(str, setting))} | {' | '.join(times)} |")
-    seconds: dict[str, dict[str, float]] = {}
-    for r in compiled["rows"]:
-        seconds.setdefault(r["case"], {})[r["peer"]] = r["compile_s"]
-    pairs = (f"{case} {s['stock']:.1f} / {s['gradfuse']:.1f}" for case, s in seconds.items())
-    return "\n".join([*lines, "", f"Seconds to the first gradient without caches, stock / gradfuse: {', '.join(pairs)}."])
+    result, compiled = load("flex_sweep"), pd.DataFrame(load("flex_compile")["rows"])
+    rows = measured(result)
+    rows["head_pair"] = rows.heads.astype(str) + "/" + rows.kv_heads.astype(str)
+    wide = by_peer(rows, ["case", "length", "head_pair", "mask", "dtype"], ["forward", "backward"])
+    columns = [(direction, peer) for direction in ("forward", "backward") for peer in ("stock", "gradfuse")]
+    table = markdown(
+        "score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse",
+        wide[columns].reset_index().to_numpy(),
+    )
+    seconds = by_peer(compiled, "case", ["compile_s"]).compile_s
+    pairs = ", ".join(f"{s.Index} {s.stock:.1f} / {s.gradfuse:.1f}" for s in seconds.itertuples())
+    return (
+        f"{provenance(result)} D=64, with a batch of 2. Times are in milliseconds.\n\n{table}\n\n"
+        f"Seconds to the first gradient without caches, stock / gradfuse: {pairs}."
+    )
 
 
 def moe_table() -> str:
     result = load("moe")
-    lines = [
+    rows = measured(result)
+    rows["bound"] = (rows.backward_bytes / BYTES_PER_MS).where(rows.backward_bytes > 0).map("{:.2f}".format, "ignore")
+    peers = ["eager", "stock", "gradfuse"]
+    wide = by_peer(rows, "case", ["forward", "backward", "worst", "bound"])
+    columns = [("bound", "gradfuse"), *(("forward", p) for p in peers)]
+    columns += [*(("backward", p) for p in (*peers, "gradfuse-deterministic")), *(("worst", p) for p in peers)]
+    return (
         f"{provenance(result)} The operands are bf16 unless the name says otherwise. {BUSY} Short kernels wait for "
         f"this host. The bound is the time to move the bytes of the backward at 4.3 TB/s. {ERRORS} "
-        "A forward includes its sort.",
-        "",
-        "| case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
-        "error: eager | stock | gradfuse |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        cases.setdefault(row["case"], {})[row["peer"]] = row
-    for case, peers in cases.items():
-        moved = peers["gradfuse"]["backward_bytes"]
-        cells = [f"{moved / 4.3e9:.2f}" if moved else "–"]
-        compared = ("eager", "stock", "gradfuse")
-        cells += [both_times(peers[p], "forward") for p in compared]
-        cells += [both_times(peers[p], "backward") for p in (*compared, "gradfuse-deterministic")]
-        cells += [f"{max(peers[p]['error']):.1e}" for p in compared]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def both_times(row: dict[str, Any], direction: str) -> str:
-    return f"{row[f'{direction}_ms']:.2f} ({row[f'{direction}_kernels_ms']:.2f})"
+        "A forward includes its sort.\n\n"
+    ) + markdown(
+        "case | bound | forward: eager | stock | gradfuse | backward: eager | stock | gradfuse | deterministic | "
+        "error: eager | stock | gradfuse",
+        wide[columns].reset_index().to_numpy(),
+    )
 
 
 def casts_table() -> str:
     result = load("casts")
-    lines = [
+    rows = measured(result)
+    # The first error is that of the output.
+    rows["errors"] = rows.error.map(lambda errors: ", ".join(f"{e:.1e}" for e in errors[1:]))
+    rows["gigabytes"] = (rows.cast_bytes / 1e9).map("{:.2f} GB".format)
+    for direction in ("forward", "backward"):
+        rows[direction] = rows[f"{direction}_ms"].map("{:.2f}".format)
+    columns = ["case", "peer", "forward", "backward", "kernels", "cast_kernels", "gigabytes", "errors"]
+    return (
         f"{provenance(result)} There are 8192 tokens of width 4096. {MEDIANS} Errors are against float64, in the order "
-        "of the parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.",
-        "",
-        "| case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in result["rows"]:
-        errors = ", ".join(f"{e:.1e}" for e in r["error"][1:])
-        counts = f"{r['kernels']} | {r['cast_kernels']} | {r['cast_bytes'] / 1e9:.2f} GB"
-        lines.append(f"| {r['case']} | {r['peer']} | {r['forward_ms']:.2f} | {r['backward_ms']:.2f} | {counts} | {errors} |")
-    return "\n".join(lines)
+        "of the parameters. Kernels that only cast, and their bytes, are counted in the code that Inductor wrote.\n\n"
+    ) + markdown(
+        "case | | forward | backward | kernels | of them only cast | bytes of these | errors of the gradients",
+        rows[columns].to_numpy(),
+    )
 
 
 def mlstm_table() -> str:
     result = load("mlstm")
-    lines = [
+    rows = measured(result)
+    rows = rows[rows.refused.isna() & (rows.peer != "gradfuse, plain form")]
+    cases = rows.case + (" (" + rows.date + ")").fillna("")
+    columns = ["peer", "forward", "backward", "worst", "step_peak_mb"]
+    return (
         f"{provenance(result)} The operands are bf16 with 8 heads, in batches of 4096 tokens or of one sequence, and the "
         f"norm is included. {BUSY} {ERRORS} The peak is that of a step. `triton_limit_chunk` is from mlstm-kernels 2.0.6; "
-        "its other kernels make Triton's compiler abort on this machine.",
-        "",
-        "| tokens, head width | | forward | backward | largest error | peak, MB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in result["rows"]:
-        if "refused" in r or r["peer"] == "gradfuse, plain form":
-            continue
-        times = f"{both_times(r, 'forward')} | {both_times(r, 'backward')}"
-        case = f"{r['case']} ({r['date']})" if "date" in r else r["case"]
-        lines.append(f"| {case} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
-    return "\n".join(lines)
+        "its other kernels make Triton's compiler abort on this machine.\n\n"
+    ) + markdown(
+        "tokens, head width | | forward | backward | largest error | peak, MB",
+        rows.assign(case=cases, step_peak_mb=rows.step_peak_mb.map("{:.0f}".format))[["case", *columns]].to_numpy(),
+    )
 
 
 def scan_table() -> str:
     result = load("scan")
-    lines = [
+    rows = measured(result)
+    rows["where"] = [f"{shape}, {dim}, {dtype}" for shape, dim, dtype in rows[["shape", "dim", "dtype"]].to_numpy()]
+    rows["peak"] = rows.step_peak_mb.map("{:.0f}".format)
+    columns = ["case", "where", "peer", "forward", "backward", "worst", "peak"]
+    return (
         f"{provenance(result)} The cases are the gated recurrence `(a1 a2, x1 a2 + x2)`, the same in log space, and "
         "products of 2 x 2 matrices, real (4 leaves) and complex (8), of which the last leaf is returned. "
-        f"{BUSY} {ERRORS} An error of 1 is a gradient of zeros.",
-        "",
-        "| case | shape, dim | | forward | backward | largest error | peak, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for r in result["rows"]:
-        if "refused" in r:
-            continue
-        times = f"{both_times(r, 'forward')} | {both_times(r, 'backward')}"
-        where = f"{r['shape']}, {r['dim']}, {r['dtype']}"
-        lines.append(f"| {r['case']} | {where} | {r['peer']} | {times} | {max(r['error']):.1e} | {r['step_peak_mb']:.0f} |")
-    return "\n".join(lines)
+        f"{BUSY} {ERRORS} An error of 1 is a gradient of zeros.\n\n"
+    ) + markdown(
+        "case | shape, dim | | forward | backward | largest error | peak, MB",
+        rows.loc[rows.refused.isna(), columns].to_numpy(),
+    )
+
+
+def lines_plot(path: Path, xlabel: str, ylabel: str, times: pd.DataFrame, colours: dict[str, str]) -> None:
+    """Milliseconds of each peer, a column of ``times``, by length.
+
+    The name of a peer is beside the end of its line: on the right of the plot, or on the left of an end within the plot.
+    """
+    figure, axes = new_figure(3.6)
+    for peer, colour in colours.items():
+        own = times[peer].dropna().sort_index()
+        axes.plot(own.index, own, marker="o", color=colour)
+        side, offset = ("left", (9, 0)) if own.index[-1] == times.index[-1] else ("right", (-9, 7))
+        end = own.index[-1], own.iloc[-1]
+        axes.annotate(peer, end, offset, textcoords="offset points", ha=side, va="center", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.margins(y=0.1)
+    axes.set_xticks(times.index, map(str, times.index))
+    axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    save(figure, axes, path)
+
+
+def bars_plot(path: Path, xlabel: str, values: pd.DataFrame, colours: dict[str, str], text: str) -> None:
+    """A group of horizontal bars for each row of ``values``, a bar for each column. What is missing was refused."""
+    figure, axes = new_figure(0.6 + len(values) * (0.12 + 0.17 * len(colours)))
+    height = 0.84 / len(colours)
+    for place, (peer, colour) in enumerate(colours.items()):
+        at = [i + (place + 0.5) * height - 0.42 for i in range(len(values))]
+        bars = axes.barh(at, values[peer].fillna(FIRST), 0.9 * height, label=peer, color=colour)
+        labels = ["refused" if pd.isna(value) else format(value, text) for value in values[peer]]
+        axes.bar_label(bars, labels, fontsize=7, padding=3)
+    axes.set_xscale("log")
+    axes.set_xlim(FIRST, 2 * values[list(colours)].max().max())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_yticks(range(len(values)), values.index)
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set_xlabel(xlabel)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(colours))
+    save(figure, axes, path)
 
 
 def mlstm_plot(path: Path) -> None:
     """Kernel time of a step by length."""
-    rows = [r for r in load("mlstm")["rows"] if "refused" not in r and r["width"] == 128]
-    figure, axes = new_figure()
-    peers = {"stock, plain form": "#b0b0b0", "triton_limit_chunk 64": "#e0a030", "gradfuse": "#2a6fdb"}
-    for peer, colour in peers.items():
-        own = [r for r in rows if r["peer"] == peer]
-        step = [r["forward_kernels_ms"] + r["backward_kernels_ms"] for r in own]
-        axes.plot([r["length"] for r in own], step, marker="o", label=peer, color=colour)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens of a sequence")
-    axes.set_ylabel("forward + backward, ms")
-    save(figure, axes, path)
+    rows = measured(load("mlstm"))
+    rows = rows[rows.refused.isna() & (rows.width == 128)]
+    rows["step_ms"] = rows.forward_kernels_ms + rows.backward_kernels_ms
+    times = rows.pivot(index="length", columns="peer", values="step_ms")
+    colours = {"stock, plain form": STOCK, "triton_limit_chunk 64": OTHER, "gradfuse": OURS}
+    lines_plot(path, "tokens of a sequence", "forward + backward, ms", times, colours)
 
 
 def scan_plot(path: Path) -> None:
     """Kernel time of the gated recurrence's backward by length, along dim 1 of [8, length, 512] fp32."""
-    rows = [r for r in load("scan")["rows"] if r["case"].startswith("gated") and r["dim"] == 1 and r["dtype"] == "float32"]
-    figure, axes = new_figure()
-    for peer, colour in {"stock": "#b0b0b0", "stock, generic": "#e0a030", "gradfuse": "#2a6fdb"}.items():
-        own = sorted((r["shape"][1], r["backward_kernels_ms"]) for r in rows if r["peer"] == peer)
-        axes.plot(*zip(*own, strict=True), marker="o", label=peer, color=colour)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("length")
-    axes.set_ylabel("backward, ms")
-    save(figure, axes, path)
+    rows = measured(load("scan"))
+    rows = rows[rows.case.str.startswith("gated") & (rows.dim == 1) & (rows.dtype == "float32")]
+    rows["length"] = rows["shape"].str[1]
+    times = rows.pivot(index="length", columns="peer", values="backward_kernels_ms")
+    lines_plot(path, "length", "backward, ms", times, {"stock": STOCK, "stock, generic": OTHER, "gradfuse": OURS})
 
 
 def moe_plot(path: Path) -> None:
     """Backward kernel time over the bound, by case."""
-    rows = [r for r in load("moe")["rows"] if r["backward_bytes"]]
-    cases = list(dict.fromkeys(r["case"] for r in rows))
-    figure, axes = new_figure()
-    for shift, (peer, colour) in enumerate((("eager", "#dddddd"), ("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
-        own = {r["case"]: r["backward_kernels_ms"] / (r["backward_bytes"] / 4.3e9) for r in rows if r["peer"] == peer}
-        bars = axes.bar(
-            [i + (shift - 1) * 0.27 for i in range(len(cases))], [own[c] for c in cases], 0.25, label=peer, color=colour
-        )
-        axes.bar_label(bars, fmt="%.2g", fontsize=7)
-    axes.axhline(1, color="black", linewidth=0.6)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(cases)), [c.replace("-", "\n", 1) for c in cases], fontsize=7)
-    axes.set_ylabel("backward / bandwidth bound")
-    save(figure, axes, path)
+    rows = measured(load("moe")).query("backward_bytes > 0")
+    rows["times_bound"] = rows.backward_kernels_ms / (rows.backward_bytes / BYTES_PER_MS)
+    colours = {"eager": EAGER, "stock": STOCK, "gradfuse": OURS}
+    values = by_peer(rows, "case", ["times_bound"]).times_bound
+    bars_plot(path, "kernel time of the backward / bandwidth bound (log)", values, colours, ".2f")
+
+
+def flex_plot(path: Path) -> None:
+    """Time of the backward at a head width of 64, by score_mod."""
+    values = by_peer(measured(load("flex")).query("dim == 64"), "case", ["backward_ms"]).backward_ms
+    bars_plot(path, "backward, ms (log)", values, {"stock": STOCK, "gradfuse": OURS}, ".2f")
+
+
+def new_figure(height: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "gradfuse"
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(9, height), layout="constrained")
+
+
+def save(figure: Any, axes: Any, path: Path) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def flex_cpu_table() -> str:
     result = load("flex_cpu")
-    lines = [
-        f"{provenance(result)} The operands are fp32, with a batch of 1, 8 heads and D=64. {STEP}",
-        "",
-        "| score_mod | tokens | eager flex_attention (device check lifted) | gradfuse | eager / gradfuse |",
-        "|---|---|---|---|---|",
-    ]
-    for r in result["rows"]:
-        lines.append(
-            f"| {r['case']} | {r['length']} | {r['eager_step_ms']:.0f} | {r['gradfuse_step_ms']:.0f} | {r['ratio']:.1f}× |"
-        )
-    return "\n".join(lines)
+    rows = pd.DataFrame(result["rows"])
+    for column, text in {"eager_step_ms": "{:.0f}", "gradfuse_step_ms": "{:.0f}", "ratio": "{:.1f}×"}.items():
+        rows[column] = rows[column].map(text.format)
+    return (f"{provenance(result)} The operands are fp32, with a batch of 1, 8 heads and D=64. {STEP}\n\n") + markdown(
+        "score_mod | tokens | eager flex_attention (device check lifted) | gradfuse | eager / gradfuse",
+        rows[["case", "length", "eager_step_ms", "gradfuse_step_ms", "ratio"]].to_numpy(),
+    )
 
 
 def mlstm_cpu_table() -> str:
     result = load("mlstm_cpu")
-    names = ("gradfuse", "eager op", "stock, plain form")
-    lines = [
+    rows = pd.DataFrame(result["rows"]).set_index("length")[["gradfuse", "eager op", "stock, plain form"]]
+    cells = rows.map(lambda cell: f"{cell['step_ms']:.0f} ({cell['error']:.0e})", na_action="ignore")
+    return (
         f"{provenance(result)} mLSTM with its norm in fp32, with a batch of 1, 4 heads and D=64. {STEP} The number in "
-        "brackets is the largest error of output and gradients.",
-        "",
-        "| tokens | " + " | ".join(names) + " |",
-        "|---" * (1 + len(names)) + "|",
-    ]
-    for r in result["rows"]:
-        cells = (f"{r[n]['step_ms']:.0f} ({r[n]['error']:.0e})" if n in r else "" for n in names)
-        lines.append(f"| {r['length']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        "brackets is the largest error of output and gradients.\n\n"
+    ) + markdown(" | ".join(["tokens", *cells]), cells.reset_index().to_numpy())
 
 
 def fuzz_table() -> str:
     """Random programs by commit, device and family; ``fuzz.json`` is a list of what the fuzzer wrote with ``--json``."""
-    totals: dict[tuple[str, str], Counter[str]] = {}
+    rows = []
     for run in json.loads((RESULTS / "fuzz.json").read_text()):
         versions, settings = run["versions"], run["settings"]
         twice = ", each twice and compared bitwise" if settings["deterministic"] else ""
         ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
         device = "CPU" if settings["device"] == "cpu" else versions["device"]
         where = f"commit {run['commit']}, {device}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
-        for family, counts in run["counts"].items():
-            totals.setdefault((where, family), Counter()).update(counts)
-    lines = ["| where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for (where, family), counts in totals.items():
-        numbers = [counts[key] for key in ("ok", "wrong", "crash")]
-        also = counts["stock_crashes_too"] + counts["stock_too"]
-        cells = [where, family, sum(counts.values()), *numbers, also, counts["discarded"]]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows += [{"where": where, "family": family, **counts} for family, counts in run["counts"].items()]
+    counts = pd.DataFrame(rows).groupby(["where", "family"], sort=False).sum().astype(int)
+    counts["programs"] = counts.sum(axis=1)
+    counts["also"] = counts.stock_crashes_too + counts.stock_too
+    columns = ["programs", "ok", "wrong", "crash", "also", "discarded"]
+    return markdown(
+        "where | family | programs | right | wrong | fail here alone | stock fails or is wrong too | not judged",
+        counts.reindex(columns=columns, fill_value=0).reset_index().to_numpy(),
+    )
 
 
 def sanitizer_table() -> str:
     """What compute-sanitizer said of the kernels of each feature."""
     result = load("sanitizer")
-    lines = [provenance(result), "", "| tool | kernels of | errors |", "|---|---|---|"]
-    for row in result["rows"]:
-        errors = row["summary"] if row["errors"] is None else row["errors"]
-        lines.append(f"| {row['tool']} | {row['part']} | {errors} |")
-    return "\n".join(lines)
+    lines = [
+        (row["tool"], row["part"], row["summary"] if row["errors"] is None else row["errors"]) for row in result["rows"]
+    ]
+    return f"{provenance(result)}\n\n" + markdown("tool | kernels of | errors", lines)
+
+
+def composition() -> pd.DataFrame:
+    """The tests of ``tests/composition``: a row for each test and run, and where it ran."""
+    return pd.DataFrame(
+        {"where": _ran_on(run["environment"]), "processes": run["environment"]["processes"], "name": name, **row}
+        for run in json.loads((RESULTS / "composition.json").read_text()).values()
+        for name, row in run["rows"].items()
+    )
+
+
+def _ran_on(e: dict[str, Any]) -> str:
+    return f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
 
 
 def composition_table() -> str:
     """How many tests of ``tests/composition`` passed, by device and number of processes."""
-    lines = ["| where | scenarios | passed | stock fails too | failed |", "|---|---|---|---|---|"]
-    for run in composition().values():
-        outcomes = [row["outcome"] for row in run["rows"].values()]
-        counts = [outcomes.count(o) for o in ("passed", "stock fails too", "failed")]
-        lines.append("| " + " | ".join(map(str, [_ran_on(run), len(outcomes), *counts])) + " |")
-    return "\n".join(lines)
+    rows = composition()
+    counts = pd.crosstab(rows["where"], rows.outcome).reindex(index=rows["where"].unique())
+    counts = counts.reindex(columns=["passed", "stock fails too", "failed"], fill_value=0)
+    counts.insert(0, "scenarios", rows["where"].value_counts())
+    return markdown(" | ".join(["where", *counts]), counts.reset_index().to_numpy())
 
 
-def composition() -> dict[str, Any]:
-    return json.loads((RESULTS / "composition.json").read_text())
-
-
-def _ran_on(run: dict[str, Any]) -> str:
-    e = run["environment"]
-    return f"{e['device']}, {e['processes']} process{'es' * (e['processes'] > 1)}, torch {e['torch']}, {e['date']}"
-
-
-def _outcome(run: dict[str, Any], found: Callable[[str], bool]) -> str:
-    """What the rows of a run whose name is ``found`` have in common; "not run" where there is none."""
-    outcomes = list(dict.fromkeys(row["outcome"] for name, row in run["rows"].items() if found(name)))
-    return ", ".join(outcomes) or "not run"
+def outcomes(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """One line for each value of the column ``name``: the outcomes of its rows where they ran."""
+    joined = rows.groupby([name, "where"]).outcome.agg(lambda found: ", ".join(found.unique())).unstack()
+    return joined[rows["where"].unique()].fillna("not run")
 
 
 def scenarios() -> dict[str, str]:
@@ -336,26 +366,20 @@ def scenarios() -> dict[str, str]:
 
 def several_gpus_table() -> str:
     """Each distributed scenario, and how it went."""
-    runs = [run for run in composition().values() if run["environment"]["processes"] > 1]
-    lines = ["| scenario | what it is | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
-    for name, what in scenarios().items():
-        outcomes = [_outcome(run, lambda row, n=name: row.endswith(f"-{n}]")) for run in runs]
-        lines.append(f"| `{name}` | {what} | " + " | ".join(outcomes) + " |")
-    return "\n".join(lines)
+    rows = composition().query("processes > 1")
+    wide = outcomes(rows.assign(scenario=rows.name.str.extract(r"-(\w+)\]$")[0]), "scenario")
+    wide = wide.reindex(scenarios(), fill_value="not run")
+    lines = ([f"`{name}`", what, *wide.loc[name]] for name, what in scenarios().items())
+    return markdown(" | ".join(["scenario", "what it is", *wide]), lines)
 
 
 def one_process_table() -> str:
     """Each test of the composition in one process, and how it went; the tests of our own tools are left out."""
-    runs = [run for run in composition().values() if run["environment"]["processes"] == 1]
-    names = sorted({name.partition("[")[0] for run in runs for name in run["rows"]})
-    lines = ["| subject | scenario | " + " | ".join(map(_ran_on, runs)) + " |", "|---" * (2 + len(runs)) + "|"]
-    for name in names:
-        subject, _, test = name.partition(": test_")
-        if subject == "upstream":
-            continue
-        outcomes = [_outcome(run, lambda row, n=name: row.partition("[")[0] == n) for run in runs]
-        lines.append(f"| {subject} | {test.replace('_', ' ')} | " + " | ".join(outcomes) + " |")
-    return "\n".join(lines)
+    rows = composition().query("processes == 1 and not name.str.startswith('upstream')")
+    wide = outcomes(rows.assign(test=rows.name.str.partition("[")[0]), "test")
+    names = (name.partition(": test_") for name in wide.index)
+    lines = ([subject, test.replace("_", " "), *row] for (subject, _, test), row in zip(names, wide.to_numpy(), strict=True))
+    return markdown(" | ".join(["subject", "scenario", *wide]), lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,31 +404,28 @@ WINS = (
 
 def wins_table() -> str:
     """Five rows of the tables of ``docs/benchmarks.md``."""
-    first = load("flex")["environment"]
-    lines = [
-        f"Milliseconds on one {first['device']}; the error is the largest of any output or gradient against float64, "
-        "where 1 means that a gradient came back as zeros.",
-        "",
-        "| what is measured | stock Inductor | gradfuse | ratio | error: stock | gradfuse |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for win in WINS:
-        rows = [r for r in load(win.file)["rows"] if all(r.get(k) == v for k, v in win.where.items())]
-        stocks, ours = (next(r for r in rows if r["peer"] == peer) for peer in (win.stock, "gradfuse"))
-        times = f"{stocks[win.key]:.2f} | {ours[win.key]:.2f} | {stocks[win.key] / ours[win.key]:.0f}×"
-        lines.append(f"| {win.what} | {times} | {max(stocks['error']):.1e} | {max(ours['error']):.1e} |")
-    return "\n".join(lines)
+        rows = measured(load(win.file))
+        here = rows[rows[list(win.where)].eq(pd.Series(win.where)).all(axis=1)].set_index("peer")
+        stocks, ours = here.loc[win.stock], here.loc["gradfuse"]
+        times = [f"{stocks[win.key]:.2f}", f"{ours[win.key]:.2f}", f"{stocks[win.key] / ours[win.key]:.0f}×"]
+        lines.append([win.what, *times, stocks.worst, ours.worst])
+    return (
+        f"Milliseconds on one {load('flex')['environment']['device']}; the error is the largest of any output or gradient "
+        "against float64, where 1 means that a gradient came back as zeros.\n\n"
+    ) + markdown("what is measured | stock Inductor | gradfuse | ratio | error: stock | gradfuse", lines)
 
 
 def options_table() -> str:
     """gradfuse's own options, as the docstring of ``Options`` describes them."""
-    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    lines = []
     texts = _described(inspect.getdoc(Options) or "")
     for field in dataclasses.fields(Options):
         default = "none" if field.default in (None, frozenset()) else field.default
         kind = {"frozenset[str]": "list of names", "str | None": "path"}.get(str(field.type), field.type)
-        lines.append(f"| `{field.name}` | {kind} | {default} | {texts[field.name]} |")
-    return "\n".join(lines)
+        lines.append([f"`{field.name}`", kind, default, texts[field.name]])
+    return markdown("option | type | default | meaning", lines)
 
 
 def _described(docstring: str) -> dict[str, str]:
@@ -415,44 +436,7 @@ def _described(docstring: str) -> dict[str, str]:
 
 def passes_table() -> str:
     """What ``disable`` may name."""
-    lines = ["| name | what it does |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {what.replace('|', chr(92) + '|')} |" for name, what in NAMES.items())])
-
-
-def new_figure() -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "gradfuse"
-    from matplotlib import pyplot
-
-    return pyplot.subplots(figsize=(9, 3.6))
-
-
-def save(figure: Any, axes: Any, path: Path) -> None:
-    axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-
-
-def flex_plot(path: Path) -> None:
-    cases = by_case(load("flex"), 64)
-    figure, axes = new_figure()
-    for shift, (peer, colour) in enumerate((("stock", "#b0b0b0"), ("gradfuse", "#2a6fdb"))):
-        offsets = [i + (shift - 0.5) * 0.38 for i, c in enumerate(cases) if "backward_ms" in cases[c][peer]]
-        heights = [cases[c][peer]["backward_ms"] for c in cases if "backward_ms" in cases[c][peer]]
-        bars = axes.bar(offsets, heights, 0.36, label=peer, color=colour)
-        axes.bar_label(bars, fmt=lambda v: f"{v:.3g}", fontsize=7)
-    for i, case in enumerate(cases):
-        if "refused" in cases[case]["stock"]:
-            axes.text(i - 0.19, 0.6, "refused", rotation=90, ha="center", va="bottom", fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylim(0.5, 3000)
-    axes.set_xticks(range(len(cases)), list(cases))
-    axes.set_ylabel("backward, ms (log)")
-    save(figure, axes, path)
+    return markdown("name | what it does", ([f"`{name}`", what.replace("|", r"\|")] for name, what in NAMES.items()))
 
 
 TABLES: dict[str, Callable[[], str]] = {

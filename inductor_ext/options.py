@@ -33,10 +33,10 @@ class Options:
         ``torch.use_deterministic_algorithms(True)``. A lowering that would need atomics then raises an error that names
         the expression, and never gives results that silently differ between runs.
     strict: raise an error instead of falling back to stock Inductor's lowering.
-    disable: names of the rewrites and lowerings that are disabled (see ``registry.NAMES``). The names in the environment
-        variable GRADFUSE_DISABLE, separated by commas, are added.
-    verify: check the first call of every compiled graph against the graph as it was traced (``verify.py``).
-    dump: the directory to which each graph before and after each pass is written, and the code of Inductor (``dump.py``).
+    disable: the names of passes and lowerings that are left out. The names in the environment variable
+        GRADFUSE_DISABLE, separated by commas, are added.
+    verify: compare the first call of every compiled graph with the graph as it was traced.
+    dump: the directory to which each graph is written before and after each pass, and also the code of Inductor.
     """
 
     deterministic: bool = False

@@ -44,7 +44,7 @@ STAGES = (
     Stage("Inductor code generation", "Triton on a GPU, C++ on a CPU; fusion, caches, launching", False),
 )
 
-WIDTH, BOX, GAP, LEFT, PASSES_LEFT = 900, 54, 26, 20, 450
+WIDTH, BOX, GAP, LEFT, PASSES_LEFT, CHIP = 900, 54, 26, 20, 450, 26
 OURS, STOCK, INK = "#dce8fb", "#efefef", "#222222"
 FONT, MONOSPACE = "Helvetica, Arial, sans-serif", "Menlo, Consolas, monospace"
 
@@ -61,12 +61,21 @@ def box(x: float, y: float, width: float, height: float, fill: str) -> str:
 
 
 def chips(y: float, passes: tuple[str, ...]) -> list[str]:
-    """The names of passes in a row of small boxes, as wide as their letters need."""
-    parts, x = [], float(PASSES_LEFT)
+    """The names of passes in small boxes as wide as their letters need, in as many lines as they need, centred at ``y``."""
+    lines: list[list[tuple[float, str]]] = [[]]
+    x = float(PASSES_LEFT)
     for name in passes:
         width = 8 * len(name) + 16
-        parts += [box(x, y + 14, width, 26, "#ffffff"), text(x + 8, y + 31, name, 13, font=MONOSPACE)]
+        if x + width > WIDTH - LEFT:
+            lines.append([])
+            x = float(PASSES_LEFT)
+        lines[-1].append((x, name))
         x += width + 8
+    parts, top = [], y - (CHIP * len(lines) + 6 * (len(lines) - 1)) / 2
+    for i, line in enumerate(lines):
+        at = top + i * (CHIP + 6)
+        for x, name in line:
+            parts += [box(x, at, 8 * len(name) + 16, CHIP, "#ffffff"), text(x + 8, at + 17, name, 13, font=MONOSPACE)]
     return parts
 
 
@@ -83,7 +92,7 @@ def draw() -> str:
         parts.append(box(LEFT, y, 400, BOX, OURS if stage.ours else STOCK))
         parts.append(text(LEFT + 14, y + 23, stage.title, 15, weight="bold"))
         parts.append(text(LEFT + 14, y + 42, stage.text, 13))
-        parts += chips(y, stage.passes)
+        parts += chips(y + BOX / 2, stage.passes)
         if i + 1 < len(STAGES):
             middle, top, bottom = LEFT + 200, y + BOX, y + BOX + GAP
             parts.append(f"<line x1='{middle}' y1='{top}' x2='{middle}' y2='{bottom - 7}' stroke='{INK}'/>")

@@ -22,13 +22,13 @@ import torch
 
 
 class Recorder:
-    """A pytest plugin that notes how each scenario went."""
+    """A pytest plugin that records the outcome of each scenario."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, dict[str, Any]]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test's result is that of its call, unless its set-up or tear-down failed."""
+        """The outcome of a test is that of its call, unless its set-up or tear-down fails."""
         properties = dict(report.user_properties)
         if report.skipped or (report.when != "call" and not report.failed):
             return

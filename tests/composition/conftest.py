@@ -1,4 +1,4 @@
-"""Where a test of this folder runs: ``device`` is the CPU with the rewritten graphs run op by op, or a GPU."""
+"""The devices of these tests: ``device`` is a GPU, or the CPU, where the rewritten graphs run op by op."""
 
 import contextlib
 from unittest import mock
@@ -24,7 +24,7 @@ def device(request):
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), DEVICES[1]])
 def generated(request):
-    """A device whose code is generated; on the CPU that is C++, slow to build."""
+    """A device for which code is generated. On the CPU this is C++, which is slow to build."""
     return request.param
 
 
@@ -38,7 +38,7 @@ def left_to_stock(graphs):
 def stock_error(run):
     """The exception of ``run("aot_eager")``, which is stock up to code generation, or None.
 
-    flex_attention's refusal to train on the CPU is lifted meanwhile, so that only what we want to know about can fail.
+    During the run flex_attention's refusal to train on the CPU is lifted, because it would hide every other failure.
     """
     torch._dynamo.reset()
     lifted = mock.patch.object(flex_module, "_validate_device", lambda *_: None)
@@ -54,7 +54,7 @@ def stock_error(run):
 
 @pytest.fixture
 def alike(record_property):
-    """Call ``run("gradfuse")``, which may fail only where ``run`` of stock fails too; the test's record then says so."""
+    """Call ``run("gradfuse")``. It may fail only if stock fails too, and then the record of the test says so."""
 
     def check(run, stocks=stock_error):
         try:

@@ -1,7 +1,7 @@
 """The model of these tests, a small transformer with learned attention biases and experts, and its float64 reference.
 
-Every module computes either through ``flex_attention`` or, where ``dense`` is set on it, by the formula. The reference
-of a step is the formula in float64 in one process, eagerly.
+A module computes attention with ``flex_attention``, or by the formula if its ``dense`` is set. The reference of a step is
+the formula in float64, run eagerly in one process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 61, 64, 4, 40, 2
 EXPERTS, TOPK, BUCKETS = 4, 2, 8
-#: Relative Frobenius error of a gradient against float64.
+#: The largest relative Frobenius error of a gradient compared with float64.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
-#: How much worse than the same model in eager half precision, every operation rounded, gradfuse may be.
+#: In half precision, an error may be this many times that of the same model run eagerly, which rounds after every operation.
 SLACK = 1.2
 FEW = 2e-2
 
@@ -28,14 +28,14 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def bucket(distance: Tensor) -> Tensor:
-    """Buckets of ``q - k`` in the manner of T5: one each near the diagonal, then logarithmic, the sign in the last bit."""
+    """Buckets of ``q - k`` as in T5: one for each small distance, then logarithmic. Each sign has half of them."""
     near = distance.abs()
     far = 2 + (torch.log(near.clamp(min=1).float() / 2) / math.log(LENGTH) * 2).long().clamp(0, 1)
     return torch.where(near < 2, near, far) + (distance > 0).long() * (BUCKETS // 2)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod) -> Tensor:
-    """Attention by the formula; the score_mod gets broadcast index tensors."""
+    """Attention by the formula. The score_mod gets index tensors that broadcast."""
     b, h, q, k = (
         torch.arange(n, device=query.device).reshape([-1 if axis == d else 1 for d in range(4)])
         for axis, n in enumerate((*query.shape[:3], key.shape[2]))
@@ -44,7 +44,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreM
 
 
 class Attention(nn.Module):
-    """Attention with a learned temperature a head and a learned bias.
+    """Attention with a learned temperature for each head and a learned bias.
 
     ``kind``: "relative" (``t[h, q - k]``), "bucket" (``t[bucket(q - k), h]``) or "pair" (``t[h, q, k]``).
     """
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         self.temperature = nn.Parameter(torch.rand(HEADS) + 0.5)
 
     def score_mod(self, bias: Tensor, temperature: Tensor) -> ScoreMod:
-        """The score_mod over these tensors, which may be parts of the parameters."""
+        """The score_mod that captures these tensors, which may be parts of the parameters."""
         if self.kind == "relative":
             return lambda s, b, h, q, k: s * temperature[h] + bias[h, q - k + LENGTH]
         if self.kind == "bucket":
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: tokens sorted by expert, gathered, computed, weighted and added back."""
+    """A mixture of experts: rows are sorted by expert, gathered, computed, weighted and added back to their tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / math.sqrt(WIDTH))
 
     def choose(self, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of each row, [N, TOPK]: the experts by the token itself (as in Hash Layers).
+        """The weights and the experts of each row, [N, TOPK]. The token itself determines the experts, as in Hash Layers.
 
-        A choice by the router's logits would differ between float64 and half precision.
+        A choice by the router's logits could differ between float64 and half precision.
         """
         chosen = torch.stack([tokens.flatten() % EXPERTS, (tokens.flatten() // EXPERTS + tokens.flatten() + 1) % EXPERTS], 1)
         return self.router(rows).gather(1, chosen).softmax(-1), chosen
@@ -110,7 +110,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts, each on the norm of the residual stream."""
+    """Attention and then experts, each of which reads the normalised residual stream."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens and targets in, mean cross-entropy out."""
+    """A model that computes the mean cross-entropy of tokens and targets."""
 
     def __init__(self, kinds: Iterable[str] = ("relative", "bucket")) -> None:
         super().__init__()
@@ -154,17 +154,17 @@ def data(seed: int = 0, batch: int = BATCH, length: int = LENGTH) -> tuple[Tenso
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """The name of a parameter without the prefixes that wrappers add."""
     return re.sub(r"\b(_orig_mod|module|_checkpoint_wrapped_module)\.", "", name)
 
 
 def full(x: Tensor) -> Tensor:
-    """A gradient or parameter as an ordinary tensor, sharded or not (a collective for a sharded one)."""
+    """A gradient or parameter as an ordinary tensor. For a sharded one this is a collective operation."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients by plain name, as ordinary tensors, those that are None left out."""
+    """The gradients by plain name, as ordinary tensors. Gradients that are None are left out."""
     return {plain_name(n): full(p.grad).detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -179,7 +179,7 @@ def dense_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def reference(model: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one step by the formula, eagerly; float64 unless half precision's own error is asked for."""
+    """The loss and the gradients of one step by the formula, run eagerly, in float64 unless ``dtype`` is given."""
     exact = dense_copy(model, dtype)
     loss = exact(*inputs)
     loss.backward()
@@ -198,9 +198,9 @@ def check_gradients(
     tolerance: float = TOLERANCE[torch.float32],
     eager: dict[str, Tensor] | None = None,
 ) -> None:
-    """Every gradient is there and right, to ``tolerance`` or to SLACK times the error of ``eager``.
+    """Check that every gradient exists, and that its error is at most ``tolerance`` or SLACK times the error of ``eager``.
 
-    The error of a gradient of a few elements in half precision is a draw of a few roundings: those are held to FEW.
+    A gradient of a few elements in half precision has an error of a few random roundings, so its bound is FEW.
     """
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     errors = {name: relative_error(got[name], want[name]) for name in want}
@@ -215,7 +215,7 @@ def check_gradients(
 def check_half(
     model: nn.Module, compiled: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]], tolerance: float
 ) -> None:
-    """As ``check_step``, the errors of half precision averaged over several batches: that of one is a draw of roundings."""
+    """As ``check_step`` in half precision. Errors are averaged over several batches, since those of one are random."""
     errors: dict[str, list[tuple[float, float]]] = {}
     for batch in batches:
         _, want = reference(model, *batch)
@@ -233,7 +233,7 @@ def check_half(
 
 
 def check_step(model: nn.Module, compiled: Callable[..., Tensor], *inputs: Tensor, tolerance: float | None = None) -> None:
-    """One step of ``compiled``, which shares its parameters with ``model``, against the reference of ``model``."""
+    """Compare one step of ``compiled``, which shares its parameters with ``model``, with the reference of ``model``."""
     dtype = next(model.parameters()).dtype
     tolerance = TOLERANCE.get(dtype, 1e-3) if tolerance is None else tolerance  # half precision: see check_gradients
     want_loss, want = reference(model, *inputs)

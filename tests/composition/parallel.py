@@ -20,7 +20,7 @@ SCENARIOS: dict[str, Callable[[Context], None]] = {}
 
 
 def scenario(function: Callable[[Context], None]) -> Callable[[Context], None]:
-    """Put a function into the table."""
+    """Add a function to the table of scenarios."""
     SCENARIOS[function.__name__] = function
     return function
 
@@ -29,7 +29,7 @@ def scenario(function: Callable[[Context], None]) -> Callable[[Context], None]:
 
 
 class ShardedBias(models.Attention):
-    """The bias and the temperature are DTensors sharded by head; this rank's part is captured."""
+    """The bias and the temperature are DTensors sharded by head. The score_mod captures this rank's part."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, WIDTH], the same on every rank -> [B, S, WIDTH]."""
@@ -38,24 +38,24 @@ class ShardedBias(models.Attention):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def own_score_mod(self) -> ScoreMod:
-        """Over this rank's heads, counted from 0."""
+        """The score_mod for this rank's heads, which are counted from 0."""
         return self.score_mod(self.bias.to_local(), self.temperature.to_local())
 
 
 class ReplicatedBias(ShardedBias):
-    """Every rank has the whole bias and reads its heads' part: its gradient is a partial sum."""
+    """Every rank has the whole bias and reads the part of its heads, so its gradient is a partial sum."""
 
     first_head = 0
 
     def own_score_mod(self) -> ScoreMod:
-        """Over this rank's heads, counted from ``first_head``."""
+        """The score_mod for this rank's heads, which are counted from ``first_head``."""
         bias, temperature = (x.to_local(grad_placements=[Partial()]) for x in (self.bias, self.temperature))
         whole, first = self.score_mod(bias, temperature), self.first_head
         return lambda s, b, h, q, k: whole(s, b, h + first, q, k)
 
 
 def tensor_parallel(context: Context, kind: str, attention: type[models.Attention]) -> None:
-    """One step of the parallel model, whose ranks see the same data, against float64."""
+    """Compare one step of the parallel model, whose ranks get the same data, with float64."""
     model = models.make((kind,)).to(context.device)
     tokens = context.on_device(*models.data())
     _, want = models.reference(model, *tokens)
@@ -76,19 +76,19 @@ def tensor_parallel(context: Context, kind: str, attention: type[models.Attentio
 
 @scenario
 def tp_bias_sharded_by_head(context: Context) -> None:
-    """t[h, q - k], the rows of t spread over the ranks."""
+    """The bias is t[h, q - k], and t is sharded by row."""
     tensor_parallel(context, "relative", ShardedBias)
 
 
 @scenario
 def tp_bucket_bias_sharded_by_head(context: Context) -> None:
-    """t[bucket(q - k), h], the columns of t spread over the ranks."""
+    """The bias is t[bucket(q - k), h], and t is sharded by column."""
     tensor_parallel(context, "bucket", ShardedBias)
 
 
 @scenario
 def tp_bias_replicated(context: Context) -> None:
-    """The whole table on every rank, read at an offset."""
+    """Every rank has the whole table, and reads it at an offset."""
     tensor_parallel(context, "relative", ReplicatedBias)
 
 
@@ -96,7 +96,7 @@ def tp_bias_replicated(context: Context) -> None:
 
 
 class OwnQueries(models.Attention):
-    """Keys and values are gathered from all ranks; ``offset`` is where this rank's queries begin, an int or a tensor."""
+    """Keys and values are gathered from all ranks. This rank's queries begin at ``offset``, an int or a tensor."""
 
     group: object = None
     offset: int | Tensor = 0
@@ -111,7 +111,7 @@ class OwnQueries(models.Attention):
 
 
 def context_parallel(context: Context, kind: str, as_tensor: bool) -> None:
-    """One step on this rank's part of every sequence; the gradients are summed over the ranks by hand."""
+    """Check one step on this rank's part of every sequence. The gradients are summed over the ranks explicitly."""
     model = models.make((kind,)).to(context.device)
     tokens, targets = context.on_device(*models.data())
     _, want = models.reference(model, tokens, targets)
@@ -131,19 +131,19 @@ def context_parallel(context: Context, kind: str, as_tensor: bool) -> None:
 
 @scenario
 def cp_offset_as_int(context: Context) -> None:
-    """t[h, q + offset - k] with a Python int."""
+    """The bias is t[h, q + offset - k], and the offset is a Python int."""
     context_parallel(context, "relative", as_tensor=False)
 
 
 @scenario
 def cp_offset_as_tensor(context: Context) -> None:
-    """The same with a 0-d tensor."""
+    """The bias is t[h, q + offset - k], and the offset is a 0-d tensor."""
     context_parallel(context, "relative", as_tensor=True)
 
 
 @scenario
 def cp_pair_bias(context: Context) -> None:
-    """t[h, q + offset, k]: this rank reads its rows of the table."""
+    """The bias is t[h, q + offset, k], and each rank reads its rows of the table."""
     context_parallel(context, "pair", as_tensor=False)
 
 
@@ -151,7 +151,7 @@ def cp_pair_bias(context: Context) -> None:
 
 
 class OwnExperts(models.Experts):
-    """Rows travel to the rank of their expert and back, padded to the most that one rank can send another."""
+    """Rows are sent to the rank of their expert and back, padded to the largest number that a rank can send to another."""
 
     group: object = None
     world = 1
@@ -166,7 +166,7 @@ class OwnExperts(models.Experts):
         return torch.zeros_like(rows).index_add(0, source, outputs * weight.flatten()[order, None]).view_as(x)
 
     def elsewhere(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """What the experts, each at its rank, make of the rows, which are sorted by expert."""
+        """The results of the experts, each on its rank, for the rows, which are sorted by expert."""
         most = len(rows)
         rank = expert // (EXPERTS // self.world)
         offset = torch.arange(most, device=rows.device) - torch.searchsorted(rank, rank)
@@ -179,17 +179,17 @@ class OwnExperts(models.Experts):
         return returned[slot]
 
     def here(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """This rank's experts on the rows that came."""
+        """The results of this rank's experts for the rows that it received."""
         choices = F.one_hot(expert % (EXPERTS // self.world), EXPERTS // self.world).to(rows.dtype)
         hidden = F.silu(torch.einsum("nd,edf->nef", rows, self.up)) * choices[..., None]
         return torch.einsum("nef,efd->nd", hidden, self.down)
 
 
 class ExactSplits(OwnExperts):
-    """Just the rows that are needed travel: how many is data, read on the host, where the graph breaks."""
+    """Only the rows that are needed are sent. The host reads their number from the data, and the graph breaks there."""
 
     def elsewhere(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """What the experts, each at its rank, make of the rows, which are sorted by expert."""
+        """The results of the experts, each on its rank, for the rows, which are sorted by expert."""
         counts = F.one_hot(expert // (EXPERTS // self.world), self.world).sum(0)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
@@ -200,7 +200,7 @@ class ExactSplits(OwnExperts):
 
 
 def expert_parallel(context: Context, experts: type[models.Experts]) -> None:
-    """One step on this rank's tokens; gradients of what every rank has are averaged by hand."""
+    """Check one step on this rank's tokens. Gradients of parameters that every rank has are averaged explicitly."""
     model = models.make(("relative",)).to(context.device)
     _, want = models.reference(model, *context.all_data())
     share = EXPERTS // context.world
@@ -222,11 +222,11 @@ def expert_parallel(context: Context, experts: type[models.Experts]) -> None:
 
 @scenario
 def ep_padded(context: Context) -> None:
-    """Splits of equal size: one graph."""
+    """All ranks send the same number of rows, so there is one graph."""
     expert_parallel(context, OwnExperts)
 
 
 @scenario
 def ep_exact_splits(context: Context) -> None:
-    """Splits by data."""
+    """The number of rows that a rank sends depends on the data."""
     expert_parallel(context, ExactSplits)

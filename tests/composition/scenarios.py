@@ -1,6 +1,6 @@
-"""Data-parallel scenarios (DDP and FSDP2), and the table of all; each runs in every process of a distributed test.
+"""Data-parallel scenarios (DDP and FSDP2), and the table of all scenarios. Each runs in every process of a test.
 
-Every rank trains on its own part of a batch, and the gradients are those of one float64 process on the whole of it.
+Every rank trains on its own part of a batch. The reference is one process in float64 on the whole batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCENARIOS: dict[str, Callable[[Context], None]] = dict(parallel.SCENARIOS)
 
 
 def scenario(function: Callable[[Context], None]) -> Callable[[Context], None]:
-    """Put a function into the table."""
+    """Add a function to the table of scenarios."""
     SCENARIOS[function.__name__] = function
     return function
 
@@ -35,24 +35,27 @@ def scenario(function: Callable[[Context], None]) -> Callable[[Context], None]:
 def check(
     context: Context, model: nn.Module, function: Callable[..., Tensor], want: dict[str, Tensor], tolerance: float = 1e-5
 ) -> None:
-    """One step of ``function`` on this rank's data gives the parameters of ``model`` the gradients ``want``."""
+    """Check that one step of ``function`` on this rank's data gives the parameters of ``model`` the gradients ``want``."""
     function(*context.data()).backward()
     models.check_gradients(models.gradients(model), want, tolerance)
 
 
 def wanted(context: Context, model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of one float64 process on the data of all ranks."""
+    """The gradients of one process in float64 on the data of all ranks."""
     return models.reference(model, *context.all_data())[1]
 
 
 def ddp(model: nn.Module, context: Context, **options: object) -> DistributedDataParallel:
-    """The model's replica of this rank."""
+    """This rank's replica of the model in DDP."""
     return DistributedDataParallel(model, device_ids=[context.rank] if context.device == "cuda" else None, **options)
 
 
 @scenario
 def ddp_compiled_outside(context: Context) -> None:
-    """torch.compile around DDP, whose optimizer for Dynamo then calls our compiler (finding C6)."""
+    """torch.compile is around DDP, whose optimizer for Dynamo then calls gradfuse.
+
+    This was finding C6.
+    """
     model = models.make().to(context.device)
     want = wanted(context, model)
     model = ddp(model, context)
@@ -61,7 +64,7 @@ def ddp_compiled_outside(context: Context) -> None:
 
 @scenario
 def ddp_generated_code(context: Context) -> None:
-    """The same through Inductor's code generation, with the smallest model."""
+    """torch.compile is around DDP, with Inductor's code generation and the smallest model."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     model = ddp(model, context)
@@ -73,7 +76,7 @@ ddp_generated_code.generated = True  # read by the worker and by pytest's marks
 
 @scenario
 def ddp_compiled_inside(context: Context) -> None:
-    """DDP around the compiled module."""
+    """DDP is around the compiled module."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     model = ddp(context.compile(model), context)
@@ -82,7 +85,7 @@ def ddp_compiled_inside(context: Context) -> None:
 
 @scenario
 def ddp_small_buckets(context: Context) -> None:
-    """Buckets so small that Dynamo's DDP optimizer cuts the graph into several."""
+    """The buckets are so small that Dynamo's DDP optimizer splits the graph."""
     model = models.make(("relative", "pair")).to(context.device)
     want = wanted(context, model)
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096):
@@ -92,7 +95,7 @@ def ddp_small_buckets(context: Context) -> None:
 
 @scenario
 def ddp_find_unused(context: Context) -> None:
-    """A parameter that no output depends on."""
+    """No output depends on one of the parameters."""
     model = models.make(("bucket",)).to(context.device)
     want = wanted(context, model)
     model.unused = nn.Linear(3, 3, device=context.device)
@@ -106,7 +109,7 @@ def ddp_find_unused(context: Context) -> None:
 
 @scenario
 def ddp_static_graph(context: Context) -> None:
-    """Two steps: the second uses what the first found out about the graph."""
+    """There are two steps, and in the second DDP uses what it learned about the graph in the first."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     model = ddp(model, context, static_graph=True)
@@ -118,7 +121,7 @@ def ddp_static_graph(context: Context) -> None:
 
 @scenario
 def ddp_fp16_hook(context: Context) -> None:
-    """Gradients travel as fp16: right to its eleven bits."""
+    """Gradients are sent as fp16, so the bound is the precision of fp16."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     model = ddp(model, context)
@@ -128,7 +131,7 @@ def ddp_fp16_hook(context: Context) -> None:
 
 @scenario
 def ddp_compiled_optimizer(context: Context) -> None:
-    """Three steps with a compiled optimizer step end where float64's do."""
+    """Three steps with a compiled optimizer lead to the same parameters as in float64."""
     model = models.make(("relative",)).to(context.device)
     exact = models.dense_copy(model, torch.float64)
     model = ddp(model, context)
@@ -147,7 +150,7 @@ def ddp_compiled_optimizer(context: Context) -> None:
 
 @scenario
 def fsdp_whole(context: Context) -> None:
-    """One group of parameters, torch.compile around it."""
+    """All parameters are one group, and torch.compile is around the model."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     fully_shard(model, mesh=context.mesh())
@@ -156,7 +159,7 @@ def fsdp_whole(context: Context) -> None:
 
 @scenario
 def fsdp_per_block(context: Context) -> None:
-    """Each block sharded and compiled, as trainers do; the root sharded too."""
+    """Each block is sharded and compiled, as trainers do, and the root is sharded too."""
     model = models.make().to(context.device)
     want = wanted(context, model)
     for block in model.blocks:
@@ -168,7 +171,7 @@ def fsdp_per_block(context: Context) -> None:
 
 @scenario
 def fsdp_per_block_compiled_whole(context: Context) -> None:
-    """Each block sharded, torch.compile around the root, which breaks the graph at FSDP's hooks."""
+    """Each block is sharded. torch.compile is around the root, and the graph breaks at FSDP's hooks."""
     model = models.make().to(context.device)
     want = wanted(context, model)
     for block in model.blocks:
@@ -179,7 +182,7 @@ def fsdp_per_block_compiled_whole(context: Context) -> None:
 
 @scenario
 def fsdp_bf16_policy(context: Context) -> None:
-    """Parameters are cast to bf16 for the computation, gradients are reduced in fp32; eager bf16 is the bound."""
+    """Parameters are cast to bf16 and gradients are reduced in fp32. The error of eager bf16 is the bound."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     _, eager = models.reference(model, *context.all_data(), dtype=torch.bfloat16)
@@ -196,7 +199,7 @@ def fsdp_bf16_policy(context: Context) -> None:
 
 @scenario
 def fsdp_checkpointing(context: Context) -> None:
-    """Activation checkpointing inside each compiled, sharded block."""
+    """There is activation checkpointing inside each compiled, sharded block."""
     model = models.make(("relative",)).to(context.device)
     want = wanted(context, model)
     for i, block in enumerate(model.blocks):
@@ -209,7 +212,7 @@ def fsdp_checkpointing(context: Context) -> None:
 
 @scenario
 def fsdp_distributed_checkpoint(context: Context) -> None:
-    """A step, the state saved by all ranks and loaded into another sharded, compiled model, which then steps alike."""
+    """All ranks save the state after a step, and another sharded, compiled model that loads it makes the same next step."""
     first, exact = models.make(("relative",)).to(context.device), models.make(("relative",)).to(context.device)
     want = wanted(context, exact)
     other = models.make(("relative",), seed=1).to(context.device)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Layer(nn.Module):
-    """Attention on the residual stream; then rows gathered by ``order // TOPK`` and added back where they came from."""
+    """Attention on the residual stream. Then rows are gathered by ``order // TOPK`` and added back to their sources."""
 
     def __init__(self, kind: str = "relative") -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Layer(nn.Module):
 
 
 def routed(rows: Tensor, order: Tensor, gain: Tensor) -> Tensor:
-    """The gather and the combine of a mixture of experts around something that is not linear."""
+    """The gather and the combine of a mixture of experts, with a nonlinear function between them."""
     source = order // TOPK
     return torch.zeros_like(rows).index_add(0, source, torch.tanh(rows[source] * gain))
 
 
 def make(kind: str = "relative", device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Layer:
-    """The layer, the same for the same seed."""
+    """The layer. It is always the same for one seed."""
     torch.manual_seed(seed)
     return Layer(kind).to(device, dtype)
 
@@ -61,23 +61,23 @@ def step(function: Callable[..., Tensor], layer: nn.Module, x: Tensor, order: Te
 
 
 def exact(layer: nn.Module, x: Tensor, order: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The same by the formula in float64."""
+    """The results of ``step`` by the formula in float64."""
     reference = dense_copy(layer, torch.float64)
     return step(reference, reference, x.detach().double().requires_grad_(), order, grad.double())
 
 
 def forward(layer: nn.Module, x: Tensor, order: Tensor) -> Tensor:
-    """The output alone by the formula in float64."""
+    """Only the output, by the formula in float64."""
     return dense_copy(layer, torch.float64)(x.detach().double(), order)
 
 
 def gradient(x: Tensor) -> Tensor:
-    """What flows in from above: the same for the same shape."""
+    """The gradient of the output. It is always the same for one shape."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x)
 
 
 def check_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = TOLERANCE[torch.float32]) -> None:
-    """Every entry is right to a relative Frobenius error of ``tolerance``."""
+    """Check that the relative Frobenius error of every entry is at most ``tolerance``."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     errors = {name: relative_error(got[name], want[name]) for name in want}
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
@@ -87,7 +87,7 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
 def check(
     layer: nn.Module, function: Callable[..., Tensor], x: Tensor, order: Tensor, tolerance: float | None = None
 ) -> None:
-    """Output and gradients of ``function``, which computes what ``layer`` does, against float64."""
+    """Compare the output and gradients of ``function``, a compiled form of ``layer``, with float64."""
     grad = gradient(x)
     tolerance = TOLERANCE[x.dtype] if tolerance is None else tolerance
     got = step(function, layer, x, order, grad)
@@ -96,12 +96,12 @@ def check(
 
 
 def copied(x: Tensor) -> Tensor:
-    """A leaf of the same values."""
+    """A leaf tensor with the same values."""
     return copy.deepcopy(x.detach()).requires_grad_(x.requires_grad)
 
 
 def run_script(source: str, *arguments: str, seconds: float, environment: dict[str, str] | None = None) -> str:
-    """What a Python process prints; it has ``seconds`` to end well."""
+    """Return the output of a Python process, which must end without an error within ``seconds``."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", source, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},

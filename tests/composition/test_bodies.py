@@ -1,7 +1,7 @@
 """Attention and routed gathers in the bodies of other ops: regions, autograd.Function, cond, loops.
 
-Of the same kind as finding C5: every graph is visited, the bodies of higher-order ops too. Where ours fails, ``alike``
-asserts that stock fails too, up to code generation (``backend="aot_eager"``).
+Finding C5 was of this kind: the passes must visit every graph, and the bodies of higher-order ops too. If gradfuse fails,
+``alike`` asserts that stock (``backend="aot_eager"``, without code generation) fails too.
 """
 
 import pytest
@@ -38,7 +38,7 @@ def test_nested_compile_region(device, alike):
 
 
 class RoutedByHand(torch.autograd.Function):
-    """The gather and the combine with a gradient written by hand, as kernels for experts do."""
+    """The gather and the combine, with an explicit backward as in libraries for experts."""
 
     @staticmethod
     def forward(ctx, rows, order, gain):
@@ -64,7 +64,7 @@ def test_gathers_in_an_autograd_function(device):
 
 
 class Halved(torch.autograd.Function):
-    """Attention inside a Function's forward whose backward calls autograd of the formula again."""
+    """A Function with attention in its forward. Its backward runs autograd on the formula."""
 
     @staticmethod
     def forward(ctx, x, bias):
@@ -102,7 +102,7 @@ def _leaves(device, dtype=torch.float32):
 
 
 def check_attention(function, device, dense=_dense):
-    """``function(x, bias)`` against ``dense`` in float64, forward and backward."""
+    """Compare ``function(x, bias)`` and its gradients with ``dense`` in float64."""
     leaves, exact = _leaves(device), _leaves(device, torch.float64)
     out, want = function(*leaves), dense(*exact)
     grad = small.gradient(out)
@@ -163,7 +163,7 @@ def test_attention_in_a_while_loop_without_gradients(device, alike):
 
 
 def test_attention_in_map(device, alike):
-    """One attention a leading index."""
+    """There is one attention for each leading index."""
 
     def run(backend):
         def function(x, bias):
@@ -175,7 +175,7 @@ def test_attention_in_map(device, alike):
 
 
 def test_gathers_in_a_scan(device, alike):
-    """A recurrence over a sequence whose step routes its rows."""
+    """Every step of a recurrence over a sequence routes its rows."""
     order = torch.randperm(TOPK * 12, generator=torch.Generator().manual_seed(0)).to(device)
 
     def recurrence(x, gain, loop):

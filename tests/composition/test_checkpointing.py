@@ -1,4 +1,4 @@
-"""Activation checkpointing, inside the compiled region and around it, plain and selective."""
+"""Activation checkpointing, both plain and selective, inside the compiled region and around it."""
 
 import functools
 
@@ -27,9 +27,9 @@ def selective(function, *args):
 
 @pytest.mark.parametrize("how", [plain, pytest.param(selective, marks=pytest.mark.slow)], ids=["plain", "selective"])
 def test_inside_the_compiled_region(device, how):
-    """Finding C5: the body of the checkpoint is a graph of its own, which no rewrite saw. The same is to be done as without.
+    """Finding C5: the body of the checkpoint is a separate graph, which no pass visited.
 
-    But for the forward: where nothing of it is saved, it is an inference.
+    The decisions must be those without a checkpoint, except in the forward, which is inference if it saves no tensors.
     """
     layer = small.make(device=device)
 
@@ -63,14 +63,14 @@ def test_around_the_compiled_region(device):
 
 
 def test_selective_around_the_compiled_region(generated):
-    """The policy sees the calls that generated code makes; graphs run op by op would show it more, loops too."""
+    """The policy sees only the calls that generated code makes. If graphs run op by op, it would see more, and loops too."""
     layer = small.make(device=generated)
     function = torch.compile(layer, backend="gradfuse", fullgraph=True)
     small.check(layer, lambda *args: selective(function, *args), *small.inputs(generated))
 
 
 def test_every_block_of_the_model(device):
-    """checkpoint_wrapper around each block, then one torch.compile of the whole, as trainers do."""
+    """checkpoint_wrapper is around each block, and torch.compile around the whole model, as trainers do."""
     model = models.make().to(device)
     exact = models.make().to(device)
     for i, block in enumerate(model.blocks):
@@ -82,7 +82,7 @@ def test_every_block_of_the_model(device):
 
 
 def test_random_numbers_are_drawn_again_alike(generated):
-    """Dropout on what the checkpoint recomputes: forward and backward agree on it, and the gradient is that of the output.
+    """Dropout is recomputed with the same random numbers, so the gradient is that of the output.
 
     Inductor's random numbers come from a seed that only generated code reads.
     """

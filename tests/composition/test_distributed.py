@@ -1,6 +1,6 @@
 """Data, tensor, context and expert parallelism: two processes on the CPU, two and four GPUs with ``-m multi_gpu``.
 
-All scenarios that were selected run one after another in one set of processes, and each test reads its result.
+All selected scenarios run one after another in one set of processes, and each test reads its result.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from .scenarios import SCENARIOS
 from .small import ROOT
 
-#: Scenarios in which stock fails too (``backend="aot_eager"``, flex_attention's CPU refusal lifted), and why.
+#: Scenarios in which stock fails too (``backend="aot_eager"`` without flex_attention's refusal of the CPU), and the reason.
 STOCK_FAILS: dict[str, str] = {}
-#: These build C++ on the CPU, or are more of what others cover.
+#: These build C++ on the CPU, or cover the same as other scenarios.
 SLOW = [name for name, function in SCENARIOS.items() if getattr(function, "generated", False)]
 SLOW += ["tp_bucket_bias_sharded_by_head", "cp_pair_bias", "ddp_fp16_hook", "fsdp_per_block_compiled_whole"]
 WORLDS = [
@@ -37,12 +37,12 @@ WORLDS = [
         for world in (2, 4)
     ),
 ]
-#: The longest that starting up and one scenario may take.
+#: The longest times, in seconds, for the start and for one scenario.
 START, EACH = 120, 90
 
 
 def run_session(device: str, world: int, names: list[str], folder: Path) -> None:
-    """Run the scenarios in ``world`` processes; ends within START + EACH a scenario, whatever they do."""
+    """Run the scenarios in ``world`` processes. It always ends within START, and EACH for every scenario."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.composition.worker", "--world", str(world)]
     command += ["--device", device, "--folder", str(folder)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""Dynamic shapes: block masks as arguments and built in the region, biases of symbolic size, changing batches."""
+"""Dynamic shapes: a block_mask as an argument or built in the region, biases of symbolic size, changing batches."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def dense(x, bias, masked=False):
 
 
 def check(function, reference, inputs):
-    """``function(*inputs)`` and its gradients against ``reference`` in float64."""
+    """Compare ``function(*inputs)`` and its gradients with ``reference`` in float64."""
     out = function(*inputs)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want = reference(*exact)
@@ -50,7 +50,7 @@ def distance(x):
 
 
 def test_a_block_mask_as_an_argument(device):
-    """Finding C3."""
+    """Finding C3: the size of a block_mask that is an argument may be symbolic."""
 
     def attention(x, bias, mask):
         return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q - k + max(LENGTHS)], block_mask=mask)
@@ -68,7 +68,7 @@ def test_a_block_mask_as_an_argument(device):
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("block", ["the default", "the length"])
 def test_a_block_mask_built_in_the_region(device, block, alike):
-    """Finding C3; a block of the symbolic length is what transformers builds for T5."""
+    """Finding C3. transformers builds a block_mask like this for T5, with one block of the symbolic length."""
 
     def attention(x, bias):
         length = x.shape[2]
@@ -84,7 +84,7 @@ def test_a_block_mask_built_in_the_region(device, block, alike):
             assert size >= 2 * length
             check(compiled, functools.partial(_masked, offset=max(LENGTHS)), inputs)
 
-    # On a GPU, Inductor 2.11 stops at the mask's own sums over blocks of a symbolic length, under any backend.
+    # On a GPU, Inductor 2.11 fails for any backend at the sums that the mask does over blocks of a symbolic length.
     alike(run, stocks=_inductor_error if device == "cuda" else stock_error)
 
 
@@ -105,7 +105,7 @@ def _masked(x, bias, offset):
 
 @pytest.mark.breadth(0)
 def test_a_pair_bias_of_symbolic_size(device):
-    """Finding C4: a learned t[h, q, k]."""
+    """Finding C4: the learned bias t[h, q, k] has a symbolic size."""
 
     def attention(x, bias):
         return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[h, q, k])
@@ -117,7 +117,7 @@ def test_a_pair_bias_of_symbolic_size(device):
 
 @pytest.mark.breadth(0)
 def test_a_pair_bias_made_in_the_region(device):
-    """Its size is symbolic and nobody's argument: the product of two projections of x."""
+    """The bias is the product of two projections of x, so its symbolic size is not that of an argument."""
 
     def attention(x, gain):
         pair = torch.tanh((x * gain) @ x.mT)
@@ -130,7 +130,7 @@ def test_a_pair_bias_made_in_the_region(device):
 
 @pytest.mark.breadth(0)
 def test_changing_batches_and_lengths_of_the_layer(device):
-    """Attention and routed gathers; one compilation serves all shapes after the second."""
+    """With attention and routed gathers, one compilation serves all shapes after the second."""
     layer = small.make(device=device)
     compiled = torch.compile(layer, backend="gradfuse", fullgraph=True)
     torch._dynamo.utils.counters.clear()

@@ -1,4 +1,4 @@
-"""The ways torch.compile can be asked to compile: modes, CUDA graphs, cpp_wrapper, freezing, autocast, compiled autograd."""
+"""The options of torch.compile: modes, CUDA graphs, cpp_wrapper, freezing, autocast and compiled autograd."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ MODES = ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotu
 
 @pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODES[1:])])
 def test_every_mode_trains(device, mode):
-    """Three steps, so that CUDA graphs are recorded and replayed where the mode has them."""
+    """There are three steps, so that CUDA graphs are recorded and replayed if the mode uses them."""
     layer = small.make(device=device)
     function = torch.compile(layer, backend="gradfuse", mode=mode)
     for seed in range(1 if device == "cpu" else 3):
@@ -25,7 +25,7 @@ def test_every_mode_trains(device, mode):
 
 @pytest.mark.gpu
 def test_replays_of_cuda_graphs_are_bitwise_equal_under_deterministic():
-    """Finding G5, here with one process: the same inputs give the same bits in every replay."""
+    """Finding G5, here with one process: for the same inputs every replay is bitwise equal."""
     model = models.make().cuda()
     tokens = [x.cuda() for x in models.data()]
     function = torch.compile(model, backend="gradfuse", mode="reduce-overhead", options=None)
@@ -47,7 +47,7 @@ def test_replays_of_cuda_graphs_are_bitwise_equal_under_deterministic():
 
 @pytest.mark.gpu
 def test_cuda_graphs_over_changing_lengths():
-    """A graph a length; going back to an earlier length replays that one."""
+    """There is one CUDA graph for each length, and an earlier length replays its graph."""
     layer = small.make(device="cuda")
     function = torch.compile(layer, backend="gradfuse", mode="reduce-overhead", dynamic=False)
     for step, length in enumerate((40, 24, 40, 24, 40)):
@@ -63,7 +63,7 @@ CPP_WRAPPER = {
 
 @pytest.mark.parametrize("how", CPP_WRAPPER)
 def test_cpp_wrapper(generated, how, alike):
-    """Finding G3. Where stock's cpp_wrapper cannot train the layer with attention by the formula, ours may fail too."""
+    """Finding G3. If stock's cpp_wrapper cannot train the layer with attention by the formula, gradfuse may fail too."""
     patched, options = CPP_WRAPPER[how]
     x, order = small.inputs(generated)
     layer = small.make(device=generated)
@@ -85,9 +85,9 @@ def test_cpp_wrapper(generated, how, alike):
 
 
 def test_freezing_without_gradients(generated, alike):
-    """Inference with parameters folded into the graph.
+    """Inference with the parameters as constants of the graph.
 
-    Stock's CPU kernel of torch 2.13 does not take queries straight from a Linear, frozen or not.
+    Stock's CPU kernel of torch 2.13 does not accept queries that come directly from a Linear, frozen or not.
     """
     layer = small.make(device=generated).eval()
     x, order = small.inputs(generated)
@@ -111,7 +111,7 @@ def test_freezing_without_gradients(generated, alike):
 
 
 def test_training_beside_a_frozen_inference(device):
-    """Parameters that were folded into the graph of an inference are not constants of the training that goes on."""
+    """Parameters that are constants of an inference graph are not constants in later training."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     trained = torch.compile(layer, backend="gradfuse", fullgraph=True)
@@ -124,7 +124,7 @@ def test_training_beside_a_frozen_inference(device):
 
 
 def test_autocast(device):
-    """The attention runs in bf16, the parameters and their gradients stay fp32; eager autocast of the formula is the bound."""
+    """Attention runs in bf16, and gradients are fp32. The bound is the error of the formula in eager autocast."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     grad = small.gradient(x)
@@ -147,7 +147,7 @@ def test_autocast(device):
 
 @pytest.mark.breadth(1)
 def test_compiled_autograd(device):
-    """The backward of the whole loss as one compiled graph, in which ours is inlined."""
+    """The backward of the whole loss is one compiled graph, which contains the backward of gradfuse."""
     model = models.make(("relative",)).to(device)
     tokens = [x.to(device) for x in models.data()]
     _, want = models.reference(model, *tokens)
@@ -159,7 +159,7 @@ def test_compiled_autograd(device):
 
 @pytest.mark.breadth(0)
 def test_compiled_autograd_of_a_compiled_step(device, alike):
-    """Forward and backward in one compiled function. Stock of torch 2.11 cannot trace flex_attention in it."""
+    """Forward and backward are in one compiled function. Stock torch 2.11 cannot trace flex_attention in it."""
     tokens = [x.to(device) for x in models.data()]
 
     def run(backend):
@@ -180,7 +180,7 @@ def test_compiled_autograd_of_a_compiled_step(device, alike):
 
 @pytest.mark.slow
 def test_a_graph_break_in_a_score_mods_module(device):
-    """Two graphs around a break, each with an attention."""
+    """There is one graph before the break and one after it, each with an attention."""
     model = models.make(("relative", "bucket")).to(device)
     tokens = [x.to(device) for x in models.data()]
     forward = model.blocks[1].forward
@@ -196,5 +196,5 @@ def test_a_graph_break_in_a_score_mods_module(device):
 
 
 def test_versions_are_supported():
-    """The releases these tests are for."""
+    """The tests are written for these releases."""
     assert (2, 11) <= tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= (2, 15)

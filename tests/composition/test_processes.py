@@ -1,4 +1,4 @@
-"""Threads, forks and second processes: compiling at once, children of a compiled parent, warm starts."""
+"""Threads, forks and second processes: concurrent compilation, forks after compilation, warm starts."""
 
 import json
 import textwrap
@@ -64,14 +64,15 @@ THREADS = textwrap.dedent(
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_threads_that_compile_at_once(where, what):
-    """Finding G6: no end within 150 s."""
+    """Finding G6: this did not end within 150 s."""
     assert "done" in small.run_script(THREADS, where, what, seconds=150)
 
 
 def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
-    """What we trace when a backward compiles must not look, to other threads, like an FX trace around their own calls.
+    """While gradfuse traces in one thread, other threads must not see themselves inside an FX trace.
 
-    Stock passes this on the CPU on torch 2.13. On 2.11 AOTAutograd's own traces look so, on a GPU Inductor's passes too.
+    Stock passes this test on the CPU with torch 2.13. It fails with 2.11 because of AOTAutograd's traces, and on a GPU
+    because of those of Inductor's passes too.
     """
     other = torch.compile(lambda x: x.sin(), backend="eager")
     other(torch.ones(3))
@@ -142,7 +143,7 @@ FORK = textwrap.dedent(
 
 @pytest.mark.breadth(0)
 def test_fork_after_compiling():
-    """A child (a data loader, an evaluation) calls what its parent compiled and compiles something of its own.
+    """A forked child, as a data loader or an evaluation is, calls a function that its parent compiled, and compiles another.
 
     It computes no gradient: autograd's threads do not survive a fork, with or without a compiler.
     """
@@ -185,7 +186,7 @@ CACHES = textwrap.dedent(
 
 
 def counted(tmp_path, device, options, backend="gradfuse", program="attention"):
-    """The cache's counters of a process of its own that compiles, with ``tmp_path`` as its cache, and its seconds."""
+    """Compile in a new process that has its cache in ``tmp_path``. Return the counters of the cache and the seconds."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     arguments = (device, backend, json.dumps(options), program)
     printed = small.run_script(CACHES, *arguments, seconds=300, environment=environment)
@@ -193,7 +194,7 @@ def counted(tmp_path, device, options, backend="gradfuse", program="attention"):
 
 
 def test_a_second_process_starts_warm(generated, tmp_path):
-    """Finding C9: no cache is bypassed because of us, and a second process compiles nothing; a changed option does."""
+    """Finding C9: gradfuse bypasses no cache. A second process compiles nothing, unless an option is different."""
     cold = counted(tmp_path, generated, {})
     assert cold["bypass"] == cold["fx_bypass"] == 0, cold
     assert cold["miss"] == 1 and cold["hit"] == 0, cold
@@ -205,7 +206,7 @@ def test_a_second_process_starts_warm(generated, tmp_path):
 
 @pytest.mark.slow
 def test_a_warm_start_saves_what_it_saves_with_stock(generated, tmp_path):
-    """Warm by cold, at most 1.5 times stock's ratio on the same program (stock does not train flex_attention on a CPU)."""
+    """Warm time / cold time is at most 1.5 times stock's (on the CPU without flex_attention, which stock refuses)."""
     program = "attention" if generated == "cuda" else "formula"
     ratios = {}
     for backend in ("inductor", "gradfuse"):
@@ -244,18 +245,18 @@ PRECOMPILED = textwrap.dedent(
 
 
 def test_a_precompiled_function_is_saved_and_loaded(generated, tmp_path):
-    """Finding C12: ``aot_compile`` of a function, whose result another process loads and differentiates."""
+    """Finding C12: another process loads and differentiates the result of ``aot_compile`` of a function."""
     file = str(tmp_path / "rows")
     small.run_script(PRECOMPILED, generated, file, "save", seconds=200)
     assert "loaded" in small.run_script(PRECOMPILED, generated, file, "load", seconds=200)
 
 
 class NoCodeError(Exception):
-    """Code generation is not what the next test looks at."""
+    """Raised in place of code generation, which the next test does not need."""
 
 
 def test_nothing_is_bypassed():
-    """The part of finding C9 that needs no code: AOTAutograd's cache takes the graph with a hoisted table."""
+    """The part of finding C9 that needs no code generation: AOTAutograd's cache accepts a graph with a hoisted table."""
 
     def no_code(gm, inputs, **kwargs):
         raise NoCodeError

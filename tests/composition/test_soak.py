@@ -1,4 +1,4 @@
-"""Long runs of the demo's model with changing lengths: memory is flat, nothing recompiles, the loss is eager's."""
+"""Long runs of the demo's model with changing lengths: constant memory, no recompilation, and the loss of eager mode."""
 
 import contextlib
 import copy
@@ -15,19 +15,19 @@ from inductor_ext.demo.train import corpus
 from tests.support.eager_graphs import eager_graphs
 
 LENGTHS = (48, 64, 80, 96, 33, 57)
-#: Steps after which everything that is going to be compiled or allocated has been.
+#: After this many steps nothing more should be compiled or allocated.
 SETTLED = 30
 
 
 def batch(text, step, device):
-    """Some text of a length that changes from step to step, the same in every run."""
+    """A batch of text, whose length changes from step to step in the same way in every run."""
     length, generator = LENGTHS[step % len(LENGTHS)], torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length - 1, (8,), generator=generator).tolist()
     return torch.stack([text[s : s + length + 1] for s in starts]).long().to(device)
 
 
 def memory(device):
-    """Bytes in use: those of the allocator on a GPU, of the whole process on the CPU."""
+    """The bytes in use: those of the allocator on a GPU, and those of the whole process on the CPU."""
     gc.collect()
     if device == "cuda":
         return torch.cuda.memory_allocated()
@@ -53,7 +53,7 @@ def train(model, function, steps, device, seen=lambda step: None):
 
 
 def soak(device, steps, allowed, **options):
-    """``allowed``: how many bytes the memory may grow by."""
+    """Train for some steps, and check that the memory grows by at most ``allowed`` bytes."""
     torch.manual_seed(0)
     model = LanguageModel(width=64, heads=2, layers=2).to(device)
     eager = copy.deepcopy(model)
@@ -61,7 +61,7 @@ def soak(device, steps, allowed, **options):
     counters.clear()
     marks = {}
 
-    # Two steps of one length, since the tokens of a step are still there when it has ended.
+    # The steps have the same length, because the tokens of a step are still allocated when it ends.
     last = steps - 1 - (steps - 1 - SETTLED) % len(LENGTHS)
 
     def seen(step):
@@ -74,7 +74,7 @@ def soak(device, steps, allowed, **options):
     assert graphs <= len(LENGTHS)
     assert after - before <= allowed, f"memory grew by {(after - before) / 2**20:.1f} MiB"
     wanted = train(eager, lambda tokens, _mask: eager(tokens, None), steps, device)
-    # Rounding makes two runs part after some steps; what they reach agrees within the noise of the last batches.
+    # Because of rounding two runs differ after some steps. Their losses agree within the noise of the last batches.
     for part in (slice(0, 10), slice(steps - steps // 6, steps)):
         mine, theirs = torch.tensor(losses[part]), torch.tensor(wanted[part])
         noise = float(theirs.std()) / len(theirs) ** 0.5
@@ -84,7 +84,7 @@ def soak(device, steps, allowed, **options):
 
 @pytest.mark.slow
 def test_three_hundred_steps_on_the_cpu():
-    """The rewritten graphs run op by op: what could leak or recompile is ours and Dynamo's, not the generated code."""
+    """The rewritten graphs run op by op: gradfuse and Dynamo can leak and recompile, and generated code cannot."""
     with eager_graphs():
         soak("cpu", 300, allowed=64 * 2**20, dynamic=True)
 

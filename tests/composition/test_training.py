@@ -1,4 +1,4 @@
-"""What autograd may ask of a compiled model: parts of the gradient, several backwards, hooks, odd gradients, float64."""
+"""Uses of autograd with a compiled model: parts of the gradient, several backwards, hooks, odd layouts, float64."""
 
 import copy
 
@@ -37,7 +37,7 @@ def test_float64_is_exact_to_float64s_precision(device):
     """Finding C10: the logsumexp was kept in float32, so gradients were right to 1e-7 only."""
     layer = small.make(device=device, dtype=torch.float64)
     if device == "cuda":
-        # flex_attention has no kernel for float64 on a GPU, stock's or ours; both refuse it.
+        # Neither stock nor gradfuse has a kernel for float64 on a GPU, and both refuse it.
         for backend in ("inductor", "gradfuse"):
             torch._dynamo.reset()
             with pytest.raises(Exception) as refused:
@@ -59,7 +59,7 @@ def test_gradients_accumulate_over_steps(device):
 
 
 def test_retain_graph(device):
-    """Two backwards of one forward. Inductor donates buffers to the first unless told otherwise; so does it for us."""
+    """One forward has two backwards. By default Inductor donates buffers to the first, and with gradfuse it does so too."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     grad = small.gradient(x)
@@ -85,7 +85,7 @@ def test_the_gradient_of_one_thing_alone(device):
 
 
 def test_only_the_bias_needs_a_gradient(device):
-    """Everything else is frozen, the input too."""
+    """All other parameters and the input are frozen."""
     layer = small.make(device=device).requires_grad_(False)
     layer.attention.bias.requires_grad_(True)
     x, order = small.inputs(device)
@@ -133,7 +133,7 @@ def _one_value(grad):
 
 @pytest.mark.breadth(0)
 def test_incoming_gradients_of_any_layout(device):
-    """The backward is compiled for a contiguous one."""
+    """The backward was compiled for a contiguous gradient of the output."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     function = compiled(layer)
@@ -148,8 +148,8 @@ def test_incoming_gradients_of_any_layout(device):
 def test_frozen_then_unfrozen_parameters(device, alike):
     """Finding G2: after a step with frozen parameters their gradient was wrong on CUDA, with torch 2.11.
 
-    There stock Dynamo does not look at a parameter's ``requires_grad`` again while the module's dicts are unchanged, so no
-    backend gets to see the second step: eager code under it gives no gradient either.
+    In 2.11 Dynamo does not check a parameter's ``requires_grad`` again while the module's dicts are unchanged, so it
+    calls no backend for the second step. Eager code compiled by Dynamo gets no gradient either.
     """
 
     def run(backend, dense=False):
@@ -172,7 +172,7 @@ def test_frozen_then_unfrozen_parameters(device, alike):
 
 @pytest.mark.breadth(0)
 def test_frozen_then_unfrozen_parameters_that_dynamo_guards(device):
-    """The same with the guard in force on every release: an error here is ours."""
+    """As the last test, but the guard is on in every release, so gradfuse must be right."""
     with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
         layer = small.make(device=device)
         parameters = [layer.attention.temperature, layer.attention.bias]
@@ -186,7 +186,7 @@ def test_frozen_then_unfrozen_parameters_that_dynamo_guards(device):
 
 @pytest.mark.slow
 def test_evaluation_between_training_steps(device):
-    """no_grad and inference_mode calls compile their own graphs and leave training alone."""
+    """Calls under no_grad and inference_mode compile their own graphs and do not change training."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
     function = compiled(layer)
@@ -200,10 +200,10 @@ def test_evaluation_between_training_steps(device):
 
 
 def test_second_derivatives_are_refused_not_wrong(device):
-    """AOTAutograd does not differentiate twice, stock or ours: an error and no number."""
+    """AOTAutograd does not differentiate twice, with stock or with gradfuse. It must raise an error."""
     layer = small.make(device=device)
     x, order = small.inputs(device)
-    # Where a buffer is donated to the backward, that one is refused already.
+    # If a buffer is donated to the first backward, the error is raised there.
     with pytest.raises(RuntimeError, match=r"double backward|donated buffers"):
         (first,) = torch.autograd.grad(compiled(layer)(x, order).square().sum(), x, create_graph=True)
         torch.autograd.grad(first.sum(), x)
@@ -224,7 +224,7 @@ def test_deepcopy_trains_on_its_own(device):
 
 @pytest.mark.breadth(0)
 def test_module_compile_in_place_and_state(device, tmp_path):
-    """``module.compile(backend=...)``, its state saved and loaded into an uncompiled and a compiled module."""
+    """The state of a module after ``module.compile`` can be loaded into an uncompiled and a compiled module."""
     layer = small.make(device=device)
     layer.compile(backend="gradfuse", fullgraph=True)
     x, order = small.inputs(device)
@@ -240,7 +240,7 @@ def test_module_compile_in_place_and_state(device, tmp_path):
 
 
 def test_pickle_of_a_compiled_module(device, alike, tmp_path):
-    """torch.save of the whole compiled module, as far as stock's can be saved."""
+    """torch.save saves the whole compiled module, wherever it can save stock's."""
 
     def run(backend):
         torch.save(torch.compile(small.make(device=device), backend=backend), tmp_path / "module.pt")
@@ -254,7 +254,7 @@ def test_pickle_of_a_compiled_module(device, alike, tmp_path):
     "options", [{"max_autotun": True}, {"max_autotune": "yes"}, {"strikt": True}, {"disable": ["hosting"]}]
 )
 def test_a_wrong_option_raises_at_torch_compile(options):
-    """Finding C11: as under ``backend="inductor"``, not wrapped at the first call."""
+    """Finding C11: the error comes at once, as with ``backend="inductor"``, and not wrapped at the first call."""
     with pytest.raises(RuntimeError):
         torch.compile(lambda x: x + 1, backend="inductor", options=options)
     with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""``python -m tests.upstream`` on a small file in the manner of PyTorch's own tests."""
+"""``python -m tests.upstream`` runs a small file that is written like PyTorch's own tests."""
 
 import re
 import subprocess

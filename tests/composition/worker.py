@@ -1,7 +1,7 @@
-"""One of the processes of a distributed test: ``python -m tests.composition.worker`` runs scenarios and writes what came out.
+"""One process of a distributed test: ``python -m tests.composition.worker`` runs scenarios and writes their results.
 
-Each scenario gets a process group of its own, so that one that fails does not leave its messages to the next. After a
-failure the scenario runs once more under ``backend="aot_eager"``, stock up to code generation, to know whether stock fails.
+Each scenario has its own process group, so that a failure leaves no messages for the next scenario. After a failure the
+scenario runs again with ``backend="aot_eager"``, which is stock without code generation, to see whether stock fails too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = datetime.timedelta(seconds=60)
 
 @dataclass
 class Context:
-    """What a scenario knows: its rank among ``world``, the device, the backend it compiles with, a folder all ranks see."""
+    """The setting of a scenario: its rank out of ``world``, its device and backend, and a folder that all ranks share."""
 
     rank: int
     world: int
@@ -49,7 +49,7 @@ class Context:
         return torch.compile(what, backend=self.backend, **options)
 
     def mesh(self) -> DeviceMesh:
-        """All ranks in one dimension."""
+        """A mesh of one dimension with all ranks."""
         return init_device_mesh(self.device, (self.world,))
 
     def on_device(self, *tensors: Tensor) -> list[Tensor]:
@@ -61,13 +61,13 @@ class Context:
         return self.on_device(*models.data(seed=self.rank, **shape))
 
     def all_data(self, **shape: int) -> list[Tensor]:
-        """Those of all ranks, one after another."""
+        """The tokens and targets of all ranks, concatenated."""
         parts = [models.data(seed=rank, **shape) for rank in range(self.world)]
         return self.on_device(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _run(scenario: Callable[[Context], None], context: Context) -> str | None:
-    """The traceback of a failure, or None."""
+    """Run a scenario. Return the traceback of its failure, or None."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ def _process_group(store: Path, name: str, rank: int, world: int, device: str) -
 
 
 def run_scenario(name: str, rank: int, world: int, device: str, folder: Path) -> dict[str, str | float | None]:
-    """How the scenario went here: ``error`` and, where there is one, ``stock``, each a traceback or None."""
+    """Run a scenario in this process. Return ``error`` and ``stock``, each a traceback or None, and the seconds."""
     from .scenarios import SCENARIOS
 
     result: dict[str, str | float | None] = {"error": None, "stock": None}
@@ -122,7 +122,7 @@ def run_scenario(name: str, rank: int, world: int, device: str, folder: Path) ->
 
 
 def main() -> None:
-    """Run the scenarios named, one after another."""
+    """Run the named scenarios, one after another."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
     parser.add_argument("--world", type=int)

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _progress() -> Callable[[Outcome, int, int], None]:
-    """A bar where stderr is a terminal, otherwise a line for every hundred programs; a line for every failure."""
+    """Show a bar if stderr is a terminal, or else a line for every hundred programs, and a line for every failure."""
     bar: Any = None
     begin = time.monotonic()
 
@@ -64,7 +64,7 @@ def _progress() -> Callable[[Outcome, int, int], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 if a program failed."""
+    """Run the command line. Return 1 if a program failed."""
     given = _parser().parse_args(arguments)
     if given.worker:
         message = json.load(sys.stdin)

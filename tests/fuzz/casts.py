@@ -1,6 +1,6 @@
 """Chains of casts through ops that move values, with tensors that are changed in place before or after.
 
-Judged against eager mode: values, dtypes, strides, which outputs share memory, and what became of the inputs.
+The reference is eager mode: values, dtypes, strides, shared memory of outputs, and the inputs after the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Casts:
         self.w = Writer(self.rng)
         self.pool: list[str] = []
         self.buffers: list[str] = []
-        #: Casts to integers round; they are exact only after nothing but casts and moves.
+        #: Casts to integers round. They are exact only after ops that are casts or that move values.
         self.exact = self.rng.random() < 0.6
 
     def new_input(self, buffer: bool) -> None:
@@ -53,7 +53,7 @@ class _Casts:
         rng, t = self.rng, self.value(x)
         kind = rng.choice(_FLOATS)
         if rng.random() < 0.4:
-            # Back to what it may have come from: a round trip.
+            # A cast back to a dtype that it may have come from, which makes a round trip.
             inputs = [str(self.value(n).dtype).removeprefix("torch.") for n, _ in self.w.inputs]
             kind = rng.choice([k for k in inputs if k in _METHODS] or [kind])
         if rng.random() < 0.08 and self.exact and (not t.is_floating_point() or bool(t.isfinite().all())):
@@ -123,7 +123,7 @@ class _Casts:
         return rng.choice(choices)
 
     def change(self) -> None:
-        """Change something in place: a buffer, or (without a gradient) anything made so far."""
+        """Change a tensor in place: a buffer, or any tensor of the program that has no gradient."""
         rng = self.rng
         made = [x for x in self.pool if x not in self.buffers and not x.startswith("x")]
         # A tensor that overlaps itself has no defined value after a change in place.
@@ -174,7 +174,7 @@ class _Casts:
         return (self.as_module(source) if self.buffers and rng.random() < 0.3 else source), returned
 
     def as_module(self, source: str) -> str:
-        """The buffers as a module's."""
+        """The program as a module with buffers."""
         head, body = source.split("\ndef program(")
         arguments, body = body.split("):\n", 1)
         used = [b for b in self.buffers if b in arguments]
@@ -192,7 +192,7 @@ class _Casts:
 
 
 def generate(seed: int, dtype: str = "any") -> Program:
-    """The program of a seed."""
+    """Make the program of a seed."""
     attempt = seed
     for _ in range(50):
         chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype

@@ -11,7 +11,7 @@ from .program import Writer
 
 
 class Uses:
-    """indices, floats: the names of the index tensors and float tensors that a program has so far."""
+    """The names of the tensors that a program has so far: ``indices`` of integers and ``floats``."""
 
     rng: random.Random
     dtype: str
@@ -50,7 +50,7 @@ class Uses:
     # ------------------------------------------------ using them
 
     def index_for(self, rows: int, p: str) -> str:
-        """``p`` made a valid int64 index of ``rows`` rows, with as little done to it as possible."""
+        """Make ``p`` a valid int64 index of ``rows`` rows with as few operations as possible."""
         value = self._value(p)
         text = p
         if value.dtype != torch.int64:
@@ -71,7 +71,7 @@ class Uses:
             self.floats.append(result)
 
     def table(self, bound: int) -> str:
-        """A tensor to read: one that is there, or a new one with as many rows as the index needs, or more."""
+        """A tensor to read: an existing one, or a new one with at least as many rows as the index needs."""
         rng = self.rng
         there = [x for x in self.floats if self._value(x).dim() >= 1]
         if there and rng.random() < 0.5:
@@ -194,7 +194,7 @@ class Uses:
         return self.w.add(rng.choice(choices), "y")
 
     def mixture_of_experts(self) -> str | None:
-        """Dispatch to k experts a token and combine: the program that the rewrites were made for, with variations."""
+        """Dispatch each token to k experts, and combine: the typical program for these rewrites, with variations."""
         rng = self.rng
         tokens, k, c = rng.choice([3, 5, 8]), rng.choice([1, 2, 3]), self.columns
         n = tokens * k

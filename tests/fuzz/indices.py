@@ -1,4 +1,4 @@
-"""Programs that compute an index and gather or scatter by it: what the proofs about permutations have to survive."""
+"""Programs that compute an index and gather or scatter by it. They test the proofs about permutations."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Indices(Uses):
         return f"{self.floats[0]}.device"
 
     def step(self) -> None:
-        """One more index from those there are."""
+        """Add an index that is computed from the existing ones."""
         rng = self.rng
         if not self.indices:
             return
@@ -210,7 +210,7 @@ class _Indices(Uses):
 
 
 def generate(seed: int, dtype: str = "any") -> Program:
-    """The program of a seed; where a seed makes none, that of a seed derived from it."""
+    """Make the program of a seed. If a seed gives no program, use another seed that is derived from it."""
     attempt = seed
     for _ in range(50):
         chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Int:
-    """An integer expression and the range of its values; narrow: of a dtype that wraps early, or indexes as a mask."""
+    """An integer expression and the range of its values. ``narrow``: its dtype wraps early, or makes an index a mask."""
 
     text: str
     low: int
@@ -17,7 +17,7 @@ class Int:
 
 
 class Integers:
-    """Draws expressions over b, h, q, k and integer tables; ``inputs`` are the tables that they read."""
+    """Draws expressions of b, h, q, k and integer tables. ``inputs`` are the tables that they read."""
 
     rng: random.Random
     inputs: list[tuple[str, str]]
@@ -93,7 +93,7 @@ class Integers:
         return x
 
     def looked_up(self) -> Int:
-        """A value of an integer table: documents, shortest-path distances, time stamps."""
+        """A value of an integer table, such as documents, shortest-path distances or time stamps."""
         rng = self.rng
         kind = rng.randrange(5)
         high = rng.choice([3, 7, 30])
@@ -127,7 +127,7 @@ class Integers:
         )
 
     def through_floats(self) -> Int:
-        """Integers by way of floats, exactly rounded whatever the order of evaluation."""
+        """An integer computed through floats. It is exact in any order of evaluation."""
         rng = self.rng
         kind = rng.randrange(5)
         n = rng.choice([2, 4])
@@ -143,13 +143,13 @@ class Integers:
         return Int("q.to(torch.bfloat16).to(torch.int32)" if self.queries < 256 else "q", 0, self.queries - 1)
 
     def index(self, x: Int, size: int) -> str:
-        """An index of a dim of that size."""
+        """An index of a dim of this size."""
         if x.low >= 0 and x.high < size and not x.narrow:
             return x.text
         if not x.narrow and x.low >= -size and x.high < size and self.rng.random() < 0.5:
             return x.text
         text = x.text if x.text[-1] in ")]" else f"({x.text})"
-        # The remainder of uint8 or int8 by a larger size wraps: make room first.
+        # The remainder of uint8 or int8 by a larger size wraps, so it is cast to a wider dtype first.
         return f"({text}.long() % {size})"
 
     # ------------------------------------------------ booleans

@@ -1,13 +1,14 @@
 """Run one program with gradfuse and say whether it is right.
 
-The reference is the same source run eagerly on float64 copies of its inputs (integers keep their dtype). Single precision
-may be off by 1e-5, by three times what eager fp32 is off, or by what rounding the largest score makes of a probability (softmax
-turns the absolute error of a score of 400 into a relative one of 7e-5); half precision by 1.2 times the error of an emulation that does
-the program's own rounding steps with sums accumulated in fp32. What looks wrong is judged again over many draws of the inputs,
-as one long vector, and then compared with stock: what stock gets equally wrong is "stock_too".
+The reference is the same source run eagerly on float64 copies of its inputs (integers keep their dtype). In single
+precision the bound of an error is the largest of three: 1e-5, three times the error of eager fp32, and the error of a
+probability that rounding the largest score causes (softmax turns the absolute error of a score of 400 into a relative
+error of 7e-5). In half precision the bound is 1.2 times the error of an emulation, which does the rounding steps of the
+program with sums accumulated in fp32. A result that looks wrong is judged again over many draws of the inputs, as one
+long vector, and is then compared with stock. If stock is equally wrong, the outcome is "stock_too".
 
-A program is discarded where eager mode raises, where the reference is not finite, or where eager fp32 is off by more than
-1e-3 (half precision: its emulation by more than 0.3), which is what a comparison of rounded floats does.
+A program is discarded if eager mode raises, if the reference is not finite, or if the error of eager fp32 is above 1e-3
+(in half precision: that of the emulation above 0.3). A comparison of rounded floats has such errors.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from .program import Program, unload
 
 HALF = (torch.bfloat16, torch.float16)
 SLACK = 1.2
-#: Draws that decide together before a program counts as wrong. The rounding errors of two right ways to compute one number
-#: are independent, so their ratio is above 1.2 in 44 of 100 draws; that of their root mean squares over 256 draws is in 2 of 1,000.
+#: A program counts as wrong only over this many draws together. The rounding errors of two right ways to compute a number
+#: are independent, so their ratio is above 1.2 in 44 of 100 draws. The ratio of their root mean squares over 256 draws is
+#: above 1.2 in 2 of 1,000 cases.
 DRAWS = 256
 #: Seed of the inputs.
 DRAW = 0
@@ -46,7 +48,7 @@ DRAW = 0
 
 @dataclass
 class Result:
-    """outcome: ok, wrong, crash, stock_too, stock_crashes_too or discarded; reason: one line."""
+    """``outcome`` is ok, wrong, crash, stock_too, stock_crashes_too or discarded, and ``reason`` is one line."""
 
     outcome: str
     reason: str = ""
@@ -58,7 +60,7 @@ class Result:
 
 @dataclass
 class Run:
-    """The results of a run: outputs, gradients (None for inputs without one), inputs as they are afterwards."""
+    """The results of a run: outputs, gradients (None for inputs that have none), and the inputs after the call."""
 
     outputs: list[Tensor]
     gradients: list[Tensor | None]
@@ -74,7 +76,7 @@ class Run:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative Frobenius error; infinities have to agree."""
+    """The relative Frobenius error. Infinities have to agree."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     infinite = want.isinf()
     if not torch.equal(got[infinite], want[infinite]):
@@ -91,7 +93,7 @@ def _floating(x: Any) -> bool:
 
 
 def draw_inputs(module: types.ModuleType, device: str, draw: int, widen: torch.dtype | None = None) -> list[Any]:
-    """Fresh arguments; ``widen``: floats as leaves of that dtype."""
+    """New arguments. With ``widen``, floats are leaves of that dtype."""
     made = module.make(torch.Generator().manual_seed(draw), device)
     if widen is None:
         return made
@@ -99,7 +101,7 @@ def draw_inputs(module: types.ModuleType, device: str, draw: int, widen: torch.d
 
 
 def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], emulated: bool = False) -> Run:
-    """Run forward and backward. ``emulated``: half-precision leaves go in as fp32 and their gradients are rounded once."""
+    """Run forward and backward. If ``emulated``, half-precision leaves become fp32, and their gradients are rounded once."""
     torch.manual_seed(0)
     leaves = [x for x in inputs if _floating(x) and x.requires_grad]
     arguments = [x.float() if emulated and _floating(x) and x.dtype in HALF else x for x in inputs]
@@ -153,7 +155,7 @@ def reference(program: Program, device: str, draw: int) -> Run:
 
 
 def eager(program: Program, device: str, draw: int) -> Run:
-    """The program in its own dtype; in half precision with fp32 sums, rounded once an operation."""
+    """Run the program in its own dtype, in half precision with sums in fp32 that each operation rounds once."""
     half = program.dtype in ("bfloat16", "float16")
     dtype = getattr(torch, program.dtype)
     with _loaded(program, **references.replacements(dtype)) as module:
@@ -201,7 +203,7 @@ def _compiled(
 
 
 def one_line(error: BaseException) -> str:
-    """The type and the first telling line of an exception."""
+    """The type of an exception, and the first line that says something."""
     cause: BaseException = error
     while (inner := getattr(cause, "inner_exception", None) or cause.__cause__) is not None:
         cause = inner
@@ -212,7 +214,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _differences(program: Program, got: Run, exact: Run, eager_run: Run) -> list[tuple[str, float, float]]:
-    """(what, error, what is allowed) for every tensor; shapes and dtypes that differ count as infinite."""
+    """The name, the error and the bound of every tensor. The error is infinite if the shape or the dtype differs."""
     found = []
     dtype = getattr(torch, program.dtype)
     if len(got.outputs) != len(eager_run.outputs):
@@ -223,7 +225,7 @@ def _differences(program: Program, got: Run, exact: Run, eager_run: Run) -> list
             continue
         x = torch.zeros_like(eager_one if eager_one is not None else want) if x is None else x
         eager_one = torch.zeros_like(want) if eager_one is None else eager_one
-        # The logsumexp is float32 whatever the inputs are.
+        # The logsumexp is float32 for every dtype of the inputs.
         alike = x.dtype == eager_one.dtype or (program.family == "score_mods" and x.dtype is torch.float32)
         if x.shape != want.shape or not alike:
             found.append((f"{name}: {x.dtype} {list(x.shape)}, not {eager_one.dtype} {list(want.shape)}", math.inf, 0.0))
@@ -235,11 +237,11 @@ def _differences(program: Program, got: Run, exact: Run, eager_run: Run) -> list
         floor = max(1e-5, exact.rounding) if x.dtype not in HALF else torch.finfo(x.dtype).eps / 8
         if dtype is torch.float64 and x.dtype is dtype:
             floor = 1e-6
-        # A scan adds up in the order of a tree, the emulation in that of a loop.
+        # A scan sums in the order of a tree, and the emulation in the order of a loop.
         slack = 2.0 if program.family == "scans" else SLACK
         allowed = max(floor, (slack if x.dtype in HALF else 3) * reference_error)
         if float(want.norm()) < 1e-6:
-            # Zero by theory: what is left is noise, in gradfuse as in eager mode.
+            # The exact result is zero, so gradfuse and eager mode have nothing but rounding errors.
             allowed = max(1e-4, 4 * reference_error)
         found.append((name, error, allowed))
     return found
@@ -262,7 +264,7 @@ def _report(bad: list[tuple[str, float, float]]) -> str:
 
 
 def _pooled(runs: list[Run]) -> Run:
-    """The results of several draws as those of one run: every tensor is the concatenation of its draws."""
+    """Concatenate the results of several draws, tensor by tensor, as if they were one run."""
 
     def together(tensors: tuple[Tensor | None, ...]) -> Tensor | None:
         there = [x.flatten() for x in tensors if x is not None]
@@ -276,9 +278,9 @@ def _pooled(runs: list[Run]) -> Run:
 def _over_many_draws(
     program: Program, device: str, mode: str, stock: bool, options: dict[str, Any] | None
 ) -> list[tuple[str, float, float]]:
-    """As ``_differences``, over draws without the first, which was chosen because it looks wrong.
+    """As ``_differences``, over all draws but the first, which was chosen because it looks wrong.
 
-    Their errors are added up before they are divided by anything, so that no draw with a small gradient decides alone.
+    The errors are summed before the division, so that no draw with a small gradient decides alone.
     """
     draws = list(range(DRAW + 1, DRAW + 1 + DRAWS))
     runs = _compiled(program, device, mode, stock, draws, options)
@@ -337,14 +339,14 @@ def context_lost(device: str) -> bool:
 
 
 def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
-    """A program that raises: whether stock raises too. Stock does not train flex_attention on a CPU, so that says nothing."""
+    """Judge a program that raises: does stock raise too? For flex_attention on a CPU stock always does."""
     reason = one_line(error)
     if context_lost(device):
         # Stock cannot be asked in this process, since everything raises now.
         return Result("crash", f"the context of the GPU is lost: {reason}"[:300])
     traced = isinstance(error, torch._dynamo.exc.TorchDynamoException) or "from user code" in reason
     if traced and not isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        # Dynamo itself refuses, before there is a graph for any backend.
+        # Dynamo itself refuses the program, before there is a graph for a backend.
         return Result("stock_crashes_too", reason)
     if mode == "graphs" and "with a bool tensor is not supported" in reason:
         # vmap, through which flex_attention calls a score_mod, lets it pass, and so does code generation.
@@ -361,7 +363,7 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
 def _blame(
     program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], exact: Run, eager_run: Run
 ) -> Result:
-    """A wrong result: stock's is judged the same way."""
+    """Judge the result of stock in the same way, after a wrong result of gradfuse."""
     reason = _report(bad)
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("wrong", reason)

@@ -1,4 +1,4 @@
-"""One random program: readable source, made from a seed, that a person can paste and run."""
+"""A random program: readable source that is made from a seed, and that a person can paste and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 _modules = itertools.count()
 
-#: What follows the source where a program is printed.
+#: This text follows the source when a program is printed.
 _REPRODUCE = """
 if __name__ == "__main__":
     import inductor_ext  # registers the backend
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 class Program:
     """``source`` defines ``make(g, device)``, which returns the arguments, and ``program(*arguments)``.
 
-    exact: the program only moves and casts values, so that its result is that of eager mode bit for bit.
+    exact: the program only moves and casts values, so its result is bitwise equal to that of eager mode.
     strides: strides, aliasing and mutations of inputs are compared too, and the reference is eager mode.
     """
 
@@ -53,13 +53,13 @@ class Program:
         return f"{self.family}:{self.seed}"
 
     def show(self) -> str:
-        """The source, and how to run it alone."""
+        """The source, and code that runs it."""
         names = ("family", "seed", "dtype", "dynamic", "exact", "strides")
         fields = ", ".join(f"{n}={getattr(self, n)!r}" for n in names)
         return f"# {self.name}\n{self.source}\n{_REPRODUCE.replace('{fields}', fields)}"
 
     def load(self, **replaced: Any) -> types.ModuleType:
-        """The source as a module of its own, with lines that tracebacks and Dynamo find; ``replaced`` overrides names."""
+        """Load the source as a new module, whose lines tracebacks and Dynamo can find. ``replaced`` overrides names."""
         name = f"fuzz_{self.family}_{abs(self.seed)}_{next(_modules)}"
         file = f"<{name}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
@@ -82,7 +82,7 @@ def unload(module: types.ModuleType) -> None:
 def render(
     inputs: list[tuple[str, str]], body: list[str], imports: list[str] | None = None, before: list[str] | None = None
 ) -> str:
-    """The source of a program: ``inputs`` are (name, expression over g and device)."""
+    """The source of a program. Each of ``inputs`` is a name and an expression of g and device."""
     names = ", ".join(name for name, _ in inputs)
     lines = ["import torch", "import torch.nn.functional as F", *(imports or []), "", *(before or [])]
     lines += ["", "def make(g, device):", *(f"    {name} = {text}" for name, text in inputs), f"    return [{names}]", ""]
@@ -91,7 +91,7 @@ def render(
 
 @dataclass
 class Writer:
-    """Writes a program statement by statement and runs each at once, so that shapes, ranges and errors are known.
+    """Writes a program. Each statement runs as soon as it is written, so shapes, ranges and errors are known.
 
     A statement that raises is not kept.
     """
@@ -112,7 +112,7 @@ class Writer:
         return name
 
     def add(self, expression: str, prefix: str = "v") -> str | None:
-        """``name = expression``; the name, or None where that raises."""
+        """Add ``name = expression``. Return the name, or None if the expression raises."""
         name = f"{prefix}{len(self.lines)}"
         try:
             value = eval(expression, self.scope)
@@ -125,7 +125,7 @@ class Writer:
         return name
 
     def statement(self, text: str) -> bool:
-        """A statement in place."""
+        """Add a statement that works in place."""
         try:
             exec(text, self.scope)
         except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
@@ -134,7 +134,7 @@ class Writer:
         return True
 
     def source(self, returned: list[str], effects: bool = False) -> str:
-        """The program, without what does not lead to ``returned`` (or, with ``effects``, to a statement in place)."""
+        """The source, with only the statements that lead to ``returned`` or, with ``effects``, to an in-place statement."""
         needed = set(returned)
         kept: set[int] = set()
         while True:

@@ -43,7 +43,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _RoundBackward(torch.autograd.Function):
-    """Leave a value as it is and round its gradient to half precision, as what a matmul of the backward reads."""
+    """Return a value unchanged, and round its gradient to half precision, because a matmul of the backward reads it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ class _RoundBackward(torch.autograd.Function):
 
 
 class _Mask:
-    """What ``create_block_mask`` returns for the dense reference."""
+    """The block_mask of the dense reference."""
 
     def __init__(self, mask_mod: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
         self.mask_mod = mask_mod
@@ -86,7 +86,7 @@ def _over_grid(function: Callable[..., Tensor], score: Tensor | None, sizes: tup
 
 
 def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
-    """flex_attention as dense math on operands in float32 or float64; matmuls read what ``operand_dtype`` would hold."""
+    """flex_attention as dense math in float32 or float64. Operands of matmuls are rounded to ``operand_dtype``."""
 
     def flex_attention(
         query: Tensor,
@@ -145,7 +145,7 @@ def looped_scan(
 def pointwise_on_cpu(
     combine_fn: Callable[..., Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
 ) -> Any:
-    """associative_scan, which refuses pointwise mode for CPU tensors: then what it does for others."""
+    """associative_scan. For CPU tensors, which it refuses in pointwise mode, the same steps are done here."""
     if combine_mode != "pointwise":
         return _associative_scan(combine_fn, xs, dim, reverse=reverse, combine_mode=combine_mode)
     leaves, spec = tree_flatten(xs)
@@ -171,17 +171,17 @@ _associative_scan, _scan_hop = _imports()
 
 
 def replacements(dtype: torch.dtype) -> dict[str, Any]:
-    """What the reference and the emulation put in place of the real functions."""
+    """The functions that replace the real ones in the reference and the emulation."""
     return {"flex_attention": dense_attention(dtype), "create_block_mask": _Mask, "associative_scan": looped_scan}
 
 
 def compiled_replacements(device: str) -> dict[str, Any]:
-    """What a compiled program needs replaced: pointwise scans of CPU tensors."""
+    """The functions that a compiled program needs replaced: pointwise scans of CPU tensors."""
     return {"associative_scan": pointwise_on_cpu} if device == "cpu" else {}
 
 
 class SumsInFloat32(TorchDispatchMode):
-    """Every sum of half precision is accumulated in fp32 and rounded once, as one operation of the program."""
+    """Every sum in half precision is accumulated in fp32 and rounded once, because it is one operation of the program."""
 
     SUMS = {
         aten.index_put.default,

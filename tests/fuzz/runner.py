@@ -1,4 +1,4 @@
-"""Run many programs in worker processes: a program that hangs or crashes its process does not affect the others.
+"""Run many programs in worker processes, so that a program that hangs or crashes does not affect the others.
 
 A worker is ``python -m tests.fuzz --worker``; it writes a line of JSON before and after each program.
 """
@@ -26,13 +26,13 @@ from .program import Program
 
 FAMILIES = ("score_mods", "indices", "casts", "scans")
 OUTCOMES = ("ok", "wrong", "crash", "stock_too", "stock_crashes_too", "discarded")
-#: Marks the lines that a worker means for the runner.
+#: This marks the lines of a worker's output that are for the runner.
 MARK = "@fuzz "
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How programs are made and run; timeout: seconds a program, after which it counts as a crash."""
+    """How programs are made and run. A program that takes longer than ``timeout`` seconds counts as a crash."""
 
     device: str = "cpu"
     mode: str = "graphs"
@@ -69,7 +69,7 @@ class Summary:
 
 
 def generate(family: str, seed: int, dtype: str = "any") -> Program:
-    """The program of a seed."""
+    """Make the program of a seed."""
     return importlib.import_module(f"{__package__}.{family}").generate(seed, dtype)
 
 
@@ -130,7 +130,7 @@ def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
 
 
 class _Worker:
-    """A process with its share of the jobs; ``done`` is called with every outcome, from a thread of its own."""
+    """A process with its share of the jobs. A thread calls ``done`` with every outcome."""
 
     def __init__(self, jobs: list[tuple[str, int]], settings: Settings, done: Callable[[Outcome], None]) -> None:
         self.jobs, self.settings, self.done = jobs, settings, done
@@ -186,7 +186,7 @@ class _Worker:
         self.current = None
 
     def watch(self) -> None:
-        """End a process that hangs in code that an alarm does not interrupt."""
+        """Kill a process that hangs in code that an alarm does not interrupt."""
         hung = self.current is not None and time.monotonic() - self.started > 2 * self.settings.timeout + 10
         if hung and self.process is not None:
             self.process.kill()
@@ -204,7 +204,7 @@ def run(
     time_limit: float | None = None,
     progress: Callable[[Outcome, int, int], None] | None = None,
 ) -> Summary:
-    """Run every job (family, seed), interleaved over the workers; what is left at the time limit is not run."""
+    """Run every job (family, seed), spread over the workers. Jobs that are left at the time limit do not run."""
     summary, results = Summary(), queue.SimpleQueue()
     begin = time.monotonic()
     shares = [list(jobs[i::workers]) for i in range(workers)]
@@ -229,7 +229,7 @@ def run(
 
 
 def interleaved(families: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """Jobs of several families, mixed, so that a time limit leaves some of each."""
+    """The jobs of several families, mixed, so that some of each run before a time limit."""
     return [(family, seed) for seed in seeds for family in families]
 
 
@@ -248,7 +248,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def to_json(path: str | Path, summary: Summary, settings: Settings, families: Sequence[str], seeds: str) -> None:
-    """Write what a run found."""
+    """Write the results of a run."""
     failing = [
         {"program": f"{o.family}:{o.seed}", "dtype": o.dtype, "outcome": o.outcome, "reason": o.reason}
         for o in summary.outcomes

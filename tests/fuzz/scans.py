@@ -1,4 +1,4 @@
-"""associative_scan with combine functions that are associative by construction, against a plain loop."""
+"""associative_scan with combine functions that are associative by construction, compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .program import Program
 DTYPES = ("float32", "float32", "float32", "float32", "bfloat16", "float64")
 _LENGTHS = (1, 2, 7, 64, 97)
 
-#: What leaves are drawn from: near 1 (products), gates in (0, 1), anything, flags, integers.
+#: Leaves are drawn from these: values near 1 (for products), gates in (0, 1), normal values, flags, integers.
 _KINDS = {
     "near": "(torch.randn({shape}, generator=g) * 0.1 + 1)",
     "gate": "(torch.rand({shape}, generator=g) * 0.6 + 0.4)",
@@ -23,7 +23,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Combine:
-    """results: one expression a leaf over L0, L1, ... and R0, R1, ... (the earlier and the later); kinds of the leaves."""
+    """A combine function: ``results`` are expressions of L0, L1, ... (the earlier) and R0, R1, ... (the later)."""
 
     kinds: tuple[str, ...]
     results: tuple[str, ...]
@@ -86,7 +86,7 @@ _COMBINES = {
 
 
 def _structure(rng: random.Random, count: int) -> tuple[str, list[str]]:
-    """How ``count`` leaves are held together: a template over {0}, {1}, ... and how each is reached."""
+    """A pytree of ``count`` leaves: a template with {0}, {1}, ..., and an expression that reaches each of them."""
     kind = rng.randrange(4 if count > 1 else 3)
     if kind == 0 and count == 1:
         return "{0}", [""]
@@ -130,7 +130,7 @@ def _source(rng: random.Random, dtype: str) -> str:
         return text
 
     before = [f"x{i} = {t}" for i, t in _prepared(rng, combine).items()]
-    # Dynamo expands generic scans into as many operations as there are steps of a tree: slow, and of little interest here.
+    # Dynamo expands a generic scan into the operations of every step of a tree, which is slow and of little interest here.
     mode = "generic" if length < 10 and rng.random() < 0.2 else "pointwise"
     reverse = ", reverse=True" if rng.random() < 0.4 else ""
     shown_dim = dim if rng.random() < 0.8 else dim - len(shape)
@@ -149,7 +149,7 @@ def _source(rng: random.Random, dtype: str) -> str:
 
 
 def _prepared(rng: random.Random, combine: Combine) -> dict[int, str]:
-    """What is done to leaves before the scan."""
+    """The operations on the leaves before the scan."""
     done = {}
     for i, kind in enumerate(combine.kinds):
         if kind in ("any", "small", "gate") and not combine.distinct and rng.random() < 0.2:
@@ -160,7 +160,7 @@ def _prepared(rng: random.Random, combine: Combine) -> dict[int, str]:
 
 
 def generate(seed: int, dtype: str = "any") -> Program:
-    """The program of a seed."""
+    """Make the program of a seed."""
     chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype
     source = _source(random.Random(seed), chosen)
     if f"torch.{chosen}" not in source:

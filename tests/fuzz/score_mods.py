@@ -1,7 +1,7 @@
 """flex_attention with random score_mods over learned and integer tables, masks, shapes and dtypes.
 
-Integers carry the range of their values, so that every index is in range (or negative as indexing allows). A program is
-kept from being chaotic: floats are compared nowhere, and what is cast from float to int is a multiple of a power of two.
+Integers have the range of their values, so every index is in range (or negative, as indexing allows). Small errors must not
+become large ones: no floats are compared, and a float that is cast to an integer is a multiple of a power of two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _ScoreMod(Integers):
     # ------------------------------------------------ inputs
 
     def table(self, *shape: int, grad: bool | None = None) -> str:
-        """A float table: an old one of that shape, or a new one."""
+        """A float table: an existing one of this shape, or a new one."""
         rng = self.rng
         same = [name for name, s in self.learned if s == shape]
         if same and rng.random() < 0.4:
@@ -157,7 +157,7 @@ class _ScoreMod(Integers):
         return x
 
     def integer_term(self) -> str:
-        """A sum or difference that is not what it would be in floats: booleans, wrapped bytes, time stamps."""
+        """A sum or difference whose result would be different in floats: booleans, bytes that wrap, time stamps."""
         rng = self.rng
         n = max(self.queries, self.keys)
         kind = rng.randrange(5)
@@ -170,7 +170,7 @@ class _ScoreMod(Integers):
         return rng.choice([f"({stamps}[q] - {stamps}[k])", f"({stamps}[q] - {stamps}[k]) * 0.1"])
 
     def statements(self) -> str:
-        """The body's lines; what is returned is an expression."""
+        """The lines of the body, and the returned expression."""
         rng = self.rng
         kind = rng.randrange(16)
         x = self.value()
@@ -206,10 +206,10 @@ class _ScoreMod(Integers):
             x = "x * y"
         kind = rng.randrange(16)
         if kind >= 13:
-            # A sum with a term that is itself a sum of booleans or integers, and must stay one.
+            # A sum has a term that is a sum of booleans or integers, and this term must not be split.
             term, rows = self.integer_term(), (self.heads, self.queries)
             if kind < 15:
-                # Something that a rewrite takes out of the sum: a term without a key, or two of one footprint.
+                # A rewrite takes this out of the sum: a term without a key, or two terms with the same footprint.
                 two = f"{self.table(self.heads, self.keys)}[h, k] + {self.table(self.keys)}[k]"
                 x = rng.choice([f"{self.table(self.heads)}[h]", f"{self.table(*rows)}[h, q]", two])
             return f"s + {x} {'+' if term.startswith('((') else rng.choice('+-')} {term}"
@@ -232,7 +232,7 @@ class _ScoreMod(Integers):
         return f"s + {x}"
 
     def mask(self) -> str | None:
-        """A mask_mod, as an expression; what it captures becomes an input."""
+        """A mask_mod as an expression. The tensors that it captures become inputs."""
         rng = self.rng
         kind = rng.randrange(7)
         if kind == 0:
@@ -294,7 +294,7 @@ class _ScoreMod(Integers):
 
 
 def generate(seed: int, dtype: str = "any") -> Program:
-    """The program of a seed."""
+    """Make the program of a seed."""
     chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype
     dynamic = True if random.Random(f"dynamic{seed}").random() < 0.08 else None
     return Program("score_mods", seed, _ScoreMod(seed, chosen).program(), chosen, dynamic)

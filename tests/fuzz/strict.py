@@ -1,7 +1,7 @@
-"""Judge a program by eager mode: values, dtypes, strides, aliases and the inputs as they are afterwards.
+"""Compare a program with eager mode: values, dtypes, strides, aliases, and the inputs after the call.
 
-Where gradfuse differs from eager mode, stock Inductor is asked: a difference that it makes too is none in strides, and
-"stock_too" in anything else.
+If gradfuse differs from eager mode, stock Inductor runs too. If it makes the same difference, a difference of strides is
+accepted, and any other is "stock_too".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": tor
 
 
 def _tolerance(program: Program) -> float:
-    """How much fused rounding may change: two units of the least precise dtype that the program names."""
+    """The difference that fused rounding may cause: two units of the least precise dtype in the program."""
     eps = [torch.finfo(dtype).eps for name, dtype in _PRECISIONS.items() if name in program.source]
     return 2 * max(eps, default=1e-5 / 2)
 
@@ -66,7 +66,7 @@ def _eager(program: Program, device: str) -> judging.Run:
 
 
 def _same_code_as_stock(program: Program, device: str, found: dict[str, str]) -> bool:
-    """Whether the values that are found to differ are stock's, bit for bit, once code is generated.
+    """Whether the values that differ are bitwise those of stock after code generation.
 
     Stock leaves out roundings between two casts; its graphs do so only where one cast follows the other.
     """

@@ -14,14 +14,14 @@ from .judge import judge
 from .program import Program
 from .runner import FAMILIES, Settings, generate, run, work
 
-#: Programs a family: 300 in all, within two minutes on two cores.
+#: The number of programs of each family. These are 300 programs, and they take two minutes on two cores.
 PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
 
 
 @pytest.mark.breadth(0)
 def test_fresh_programs():
     first = int(os.environ.get("GRADFUSE_FUZZ_SEED") or secrets.randbelow(10**9))
-    # The slow families first, so that the workers end together.
+    # The slow families are first, so that the workers end at the same time.
     jobs = [(family, first + i) for family in PROGRAMS for i in range(PROGRAMS[family])]
     summary = run(jobs, Settings(device="cpu", mode="graphs"), workers=2)
     assert len(summary.outcomes) == len(jobs)
@@ -103,7 +103,7 @@ KNOWN = {
 
 
 def _spoilt(scale):
-    """Everything that is compiled returns its outputs scaled."""
+    """Scale the outputs of everything that is compiled."""
 
     def compile_fx(gm, example_inputs, **kwargs):
         compiled = original(gm, example_inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""One mLSTM: its operands and the comparison of an implementation with float64 autograd of the reference."""
+"""One mLSTM: its operands, and the comparison of an implementation with autograd of the reference in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -9,13 +9,13 @@ from inductor_ext.mlstm.op import mlstm_reference
 from tests.attention.case import relative_error
 
 NAMES = ("y", "query", "key", "value", "input_gate", "forget_gate", "norm_weight", "norm_bias")
-#: How much worse than the formula an implementation may be, in the cases where the formula itself is not exact.
+#: In cases where the formula itself is not exact, the error of an implementation may be this many times that of the formula.
 SLACK = 1.2
 
 
 @dataclass
 class Case:
-    """``shift`` and ``spread`` move the input gates and widen the forget gates; ``layout`` is that of q, k, v."""
+    """``shift`` is added to the input gates, ``spread`` scales the forget gates, and ``layout`` is that of q, k and v."""
 
     length: int = 97
     width: int = 16
@@ -55,7 +55,7 @@ class Case:
         return function(*operands[:5], **affine, norm=self.norm, eps=self.eps, norm_eps=self.norm_eps)
 
     def errors(self, run, device="cpu"):
-        """Relative errors of y and of every gradient, and those of the formula in fp32 rounded once."""
+        """The relative errors of y and of every gradient, and those of the formula in fp32, rounded once."""
         operands = self.operands(device)
         exact = [x.detach().double().requires_grad_() for x in operands]
         wide = [x.detach().to(torch.promote_types(self.dtype, torch.float32)).requires_grad_() for x in operands]
@@ -75,11 +75,12 @@ class Case:
         )
 
     def check(self, run, device="cpu", draws=16):
-        """Hold ``run(*operands)`` to 1e-5, or where the formula in fp32 itself loses more, to 1.2 times its error.
+        """Check that the errors of ``run(*operands)`` are at most 1e-5, or 1.2 times the error of the formula in fp32.
 
-        In half precision the peer is ``half_products``; errors there are the mean of several draws, because a few rows
-        with a small normaliser make most of a draw's error (over 64 draws of one case the ratio of the query's two errors
-        was 0.8, in the first 16 too; in the first four 1.2, and 2 in the worst).
+        The larger bound holds. In half precision the bound is 1.2 times the error of ``half_products``. There the errors
+        are the mean of several draws, because a few rows with a small normaliser make most of the error. (Over 64 draws of
+        one case the ratio of the query's two errors was 0.8, and also over the first 16. Over the first four it was 1.2,
+        and in the worst draw 2.)
         """
         if self.dtype.itemsize == 2:
             drawn = [replace(self, seed=seed) for seed in range(draws)]
@@ -96,7 +97,7 @@ def _mean(errors):
 
 
 class _HalfProduct(torch.autograd.Function):
-    """A product of two tensors rounded to half precision, accumulated in fp32; so are the products of its gradient."""
+    """A product of two tensors rounded to half precision, accumulated in fp32. The products of its gradient are alike."""
 
     @staticmethod
     def forward(ctx, a, b, dtype):
@@ -112,9 +113,9 @@ class _HalfProduct(torch.autograd.Function):
 
 
 def half_products(case, device="cpu"):
-    """Errors of the formula in fp32 where matmuls take half-precision operands and h is kept in half precision.
+    """The errors of the formula in fp32 if matmuls take half-precision operands and h is stored in half precision.
 
-    That is what eager code in half precision does at its best: every matmul rounds its operands, and the norm reads h.
+    This is the best that eager code in half precision can do: every matmul rounds its operands, and the norm reads h.
     """
 
     class Rounding(torch.overrides.TorchFunctionMode):

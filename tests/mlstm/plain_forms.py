@@ -1,7 +1,7 @@
-"""mLSTM as people write it in plain PyTorch, and near misses that are something else.
+"""mLSTM as people write it in plain PyTorch, and near misses: similar code that is not mLSTM.
 
-Every form takes query, key [B, N, S, D], value [B, N, S, Dv], input_gate, forget_gate [B, N, S] and weight [N * Dv] (0 is the
-identity) and returns [B, S, N * Dv].
+Every form takes query, key [B, N, S, D], value [B, N, S, Dv], input_gate, forget_gate [B, N, S] and weight [N * Dv]
+(0 is the identity) and returns [B, S, N * Dv].
 """
 
 import math
@@ -25,7 +25,7 @@ def by_layer(hidden, weight, eps=EPS):
 
 
 def repeated(query, key, value, input_gate, forget_gate, weight):
-    """Cumulative sums behind a zero, repeated to a square and subtracted from its transpose."""
+    """The cumulative sums follow a zero. They are repeated to a square, from which its transpose is subtracted."""
     batch, heads, length, width = query.shape
     input_gate, forget_gate = input_gate[..., None], forget_gate[..., None]
     zeros = torch.zeros((batch, heads, 1, 1), dtype=query.dtype, device=query.device)
@@ -44,7 +44,7 @@ def repeated(query, key, value, input_gate, forget_gate, weight):
 
 
 def broadcast(query, key, value, input_gate, forget_gate, weight):
-    """Vectors broadcast by indexing, the mask by masked_fill, the division last."""
+    """Vectors are broadcast by indexing, the mask is applied by masked_fill, and the division is the last op."""
     length = query.shape[2]
     decay = F.logsigmoid(forget_gate).cumsum(-1)
     log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
@@ -56,7 +56,7 @@ def broadcast(query, key, value, input_gate, forget_gate, weight):
 
 
 def compared(query, key, value, input_gate, forget_gate, weight):
-    """The mask from positions, ``triu`` filled, unsqueeze and expand, no norm of its own kind (an RMS norm)."""
+    """The mask compares positions, and vectors use unsqueeze and expand. The norm is one that the op does not have (RMS)."""
     batch, heads, length, width = query.shape
     decay = torch.cumsum(F.logsigmoid(forget_gate), 2).unsqueeze(-1)
     positions = torch.arange(length)
@@ -71,7 +71,7 @@ def compared(query, key, value, input_gate, forget_gate, weight):
 
 
 def _in_place(log_weights, decay, input_gate):
-    """The mask's work done behind the back of the graph: an op whose result nobody uses."""
+    """An in-place op changes the exponents. No other op uses its result."""
     log_weights = log_weights.clone()
     log_weights.mul_(0.5)
     return log_weights

@@ -1,4 +1,4 @@
-"""The op compiled for a GPU: the emitted kernels by Triton's interpreter and on a GPU."""
+"""The op compiled for a GPU: the emitted kernels run in Triton's interpreter and on a GPU."""
 
 import contextlib
 
@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-#: On the interpreter; test_cpu.py has them all.
+#: These are slow in the interpreter. test_cpu.py runs all cases.
 SLOW = {"strided", "expanded", "high_gates", "float16", "aligned"}
 marked = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
@@ -68,8 +68,8 @@ def test_kernels(name, device):
     ],
 )
 def test_widths_and_lengths(width, dtype):
-    """Those that the templates take."""
-    # One row alone in half precision is left out: its gates' gradient is one rounding of h, and nothing averages it.
+    """The widths that the templates support."""
+    # A single row in half precision is left out: the gradient of its gates is one rounding error of h, without an average.
     lengths = (97, 1000) if width < 256 else (97, 300)
     for length in lengths if dtype.itemsize == 2 else (1, *lengths):
         batch = 40 if length == 1 else 1
@@ -95,7 +95,7 @@ def test_float64_and_wide_heads_run_in_blocks(device):
 
 @pytest.mark.gpu
 def test_cuda_graphs():
-    """``mode="reduce-overhead"``: what is replayed reads the operands of its own call."""
+    """With ``mode="reduce-overhead"``, a replayed graph reads the operands of its own call."""
     case = Case(length=130, width=64, value_width=64)
     run, replayed = compiled(case), compiled(case, mode="reduce-overhead")
     for case.seed in range(4):
@@ -126,7 +126,7 @@ def test_ten_runs_are_bitwise_equal():
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_maxima_far_back(device):
-    """One strong input first: it is every later row's maximum, and with a large eps the gradient reaches it from all."""
+    """The first input is the maximum of every later row. With a large eps it gets a gradient from all of them."""
     case = Case(length=150, eps=1e-1, spread=0.0, norm=False)
 
     def run(query, key, value, input_gate, forget_gate, *affine):
@@ -152,7 +152,7 @@ def test_maxima_far_back(device):
 
 
 def emitted(width=64, value_width=64, dtype=torch.bfloat16, length=256, affine=True):
-    """The forward's and the backward's kernel."""
+    """The source of the kernel of the forward, and of the kernel of the backward."""
     torch._dynamo.reset()
     case = Case(length=length, width=width, value_width=value_width, dtype=dtype, affine=affine, batch=1, heads=1)
     return triton_sources(compiled(case), *case.operands())

@@ -1,4 +1,4 @@
-"""The op compiled for CPU tensors: blocked dense math, as the rewritten graphs and, in part, as Inductor's C++."""
+"""The op compiled for CPU tensors as blocked dense math: the rewritten graphs, and in part Inductor's C++."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ CASES = CASES | {"float64": Case(dtype=torch.float64, length=20), "wide": Case(w
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Several blocks of rows and segments of columns, the last of each not full."""
+    """There are several blocks of rows and segments of columns, and the last of each is not full."""
     monkeypatch.setattr(dense_loops, "QUERY_BLOCK", 32)
     monkeypatch.setattr(dense_loops, "KEY_SEGMENT", 48)
 
@@ -59,7 +59,7 @@ def test_dynamic_lengths(scope):
 
 
 def test_columns_after_the_rows_are_not_computed(small_blocks):
-    """Later keys and values are NaN: what the first block of rows gives does not touch their segments."""
+    """Later keys and values are NaN. The first block of rows does not read their segments."""
     case = Case(length=96, heads=1, norm=False)
     operands = case.operands()
     with torch.no_grad():

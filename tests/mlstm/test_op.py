@@ -1,4 +1,4 @@
-"""The op in eager mode: forward, the seven gradients, the states, and what it refuses."""
+"""The op in eager mode: the forward, the seven gradients, the states, and the operands that it refuses."""
 
 import itertools
 
@@ -14,7 +14,8 @@ from .case import Case
 from .plain_forms import repeated
 
 
-# Of one key behind a norm only the sign is seen: its gradient is what rounding leaves of 0, and stands in no case.
+# With a single key, h is a multiple of its value, and a norm keeps only the sign of the factor. So the gradients of the
+# query, the key and the gates are 0 except for rounding, and have no relative error. Length 1 is only tested without a norm.
 @pytest.mark.parametrize(
     "length, norm, eps, norm_eps",
     [c for c in itertools.product([1, 8, 97, 256], [True, False], [0, 1e-2], [0, 1e-6]) if c[0] > 1 or not c[1]],
@@ -38,7 +39,7 @@ def test_the_formula_of_the_gradient_in_float64(eps, norm_eps, norm):
 @pytest.mark.parametrize("forget", [-20.0, 20.0])
 @pytest.mark.parametrize("norm", [True, False])
 def test_extreme_gates(shift, forget, norm):
-    """Neither inf nor NaN, and as exact as the problem allows."""
+    """There is no inf and no NaN, and the result is as exact as the problem allows."""
     case = Case(length=130, shift=shift, norm=norm, spread=1.0)
 
     def run(query, key, value, input_gate, forget_gate, *affine):
@@ -64,7 +65,7 @@ def test_both_branches_of_the_normaliser():
 
 
 def test_cell_without_the_normalisers_derivative_then_norm_is_exact_without_eps():
-    """Both eps 0: the norm does not see the scale of h, so holding the normaliser fixed changes no gradient."""
+    """Both eps are 0. The norm does not depend on the scale of h, so a fixed normaliser changes no gradient."""
     case = Case(length=64, eps=0.0, norm_eps=0.0, affine=False, dtype=torch.float64)
 
     def held(query, key, value, input_gate, forget_gate, hold):
@@ -133,7 +134,7 @@ def test_memory_is_linear_in_the_length():
 
 
 def test_the_module_is_xlstms():
-    """Gate projections over q, k and v, then the parallel form as published."""
+    """The module is equal to gate projections of q, k and v, followed by the published parallel form."""
     torch.manual_seed(0)
     cell = MLSTMCell(48, 4)
     for parameter in cell.parameters():

@@ -1,4 +1,4 @@
-"""mLSTM in its plain form becomes the op; what only looks like it stays, and the report says why."""
+"""mLSTM in its plain form becomes the op. Code that only looks like it is left alone, and the report says why."""
 
 import re
 from unittest import mock
@@ -102,7 +102,7 @@ def test_in_place_ops_beside_it_stay():
 
 
 def test_gates_along_the_wrong_axis_are_left_alone():
-    """[B, N, 1, S] summed up over the axis of one."""
+    """The cumulative sum of [B, N, 1, S] is over the dim of size one."""
 
     def form(query, key, value, input_gate, forget_gate, weight):
         sums = torch.nn.functional.logsigmoid(forget_gate[:, :, None, :]).cumsum(-2)
@@ -176,7 +176,7 @@ def test_terms(matrix, want):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_graph_after_the_rewrite(name):
-    """Dynamo's graph without what nothing uses any more."""
+    """Dynamo's graph after the rewrite, without the nodes that are no longer used."""
     seen = []
 
     def spy(gm, options):

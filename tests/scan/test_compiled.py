@@ -1,4 +1,4 @@
-"""Compiled scans and their gradients, by Triton's interpreter and on a GPU, in float64 against a plain loop."""
+"""Compiled scans and their gradients, in Triton's interpreter and on a GPU, compared with a plain loop in float64."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ associative_module = importlib.import_module("inductor_ext.scan.associative")
 channels_module = importlib.import_module("inductor_ext.core.channels")
 linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
 
-#: On every torch: what Dynamo, AOTAutograd and stock's code generation make of a scan differs between them.
+#: These tests run on every version of torch, because Dynamo, AOTAutograd and code generation differ between versions.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -43,14 +43,14 @@ def device(request):
 
 
 def few_channels_are_enough(monkeypatch):
-    """Small tensors take the kernels over channels, and rows those along rows."""
+    """Use the kernels over channels for small tensors, and the kernels along rows for few rows."""
     for name in ("FEWEST_CHANNELS", "FEWEST_NEIGHBOURS"):
         monkeypatch.setattr(channels_module, name, 1)
     monkeypatch.setattr(linear_scan_module, "FEWEST_ROWS", 1)
 
 
 def pointwise_scan(combine, xs, dim, reverse):
-    """associative_scan in pointwise mode; on CPU tensors, which the front end refuses, what it does there on others."""
+    """associative_scan in pointwise mode. On CPU tensors, which the front end refuses, the same steps are done here."""
     if xs[0].is_cuda:
         pairs = lambda left, right: tuple(combine(*left, *right))  # noqa: E731
         return associative_scan(pairs, tuple(xs), dim, reverse=reverse, combine_mode="pointwise")
@@ -67,7 +67,7 @@ def compiled(combine, dim=0, reverse=False, **options):
 
 
 def check(combine, xs, ys, used, bound=1e-5):
-    """The outputs, and the gradients through those at ``used``, of a scan along dim 0."""
+    """Check the outputs of a scan along dim 0, and the gradients through the outputs at ``used``."""
     exact = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in xs]
     wants = loop(combine, exact)
     pairs = [*zip(ys, wants, strict=True), *zip(gradients(ys, xs, used), gradients(wants, exact, used), strict=True)]
@@ -80,7 +80,8 @@ def check(combine, xs, ys, used, bound=1e-5):
             assert torch.equal(got, want)
 
 
-#: Leaves that mix, that do not, that need no gradient, that are no numbers; the others are differentiated by test_scan.py.
+#: These have leaves that interact, that do not interact, that need no gradient, and that are not floating. test_scan.py
+#: differentiates the others.
 QUICK = {"gated", "matrix_product", "log_space", "segmented", "largest_and_where"}
 
 
@@ -98,7 +99,7 @@ def test_against_a_loop(combine, device):
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_captured_number_of_one_sequence(device, reverse):
-    """Its gradient is a sum over all steps but the first, which the kernel of the scan also adds up."""
+    """The gradient of the number is a sum over all steps but the first. The kernel of the scan computes this sum too."""
 
     def along(x, c):
         x = x.flip(0) if reverse else x
@@ -150,21 +151,21 @@ def test_in_two_levels_with_dynamic_lengths(device, monkeypatch):
 
 @pytest.mark.breadth(1)
 def test_leaves_of_several_shapes(device):
-    """Stock reads every leaf by the shape of the first."""
+    """Stock reads every leaf with the shape of the first leaf."""
     shapes = [(3, 1), (3, 4)]
     xs = [(0.5 + 0.5 * torch.rand(97, *channels, device=device)).requires_grad_() for channels in shapes]
     check(gated, xs, compiled(gated)(*xs), (0, 1))
 
 
 def spun(r1, i1, r2, i2, rate):
-    """A product of complex numbers and of a real one."""
+    """The product of two complex numbers and a real number."""
     return rate * (r1 * r2 - i1 * i2), rate * (r1 * i2 + i1 * r2)
 
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("combine, enough", [(decayed, False), (spun, True)], ids=["apart", "interacting"])
 def test_captured_tensors(combine, enough, device, monkeypatch):
-    """The leaves of one do not interact; those of the other do, and it runs over many channels."""
+    """The leaves of one do not interact. Those of the other do, and it runs over many channels."""
     if enough:
         few_channels_are_enough(monkeypatch)
     xs = leaves("ff", 97, torch.float32, device)
@@ -182,7 +183,7 @@ def test_captured_tensors(combine, enough, device, monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_the_gradient_that_was_zero(dim, reverse, device):
-    """pointwise mode, the gated recurrence: stock returns zeros for the gate. Results lie in memory as their operands."""
+    """Stock's pointwise mode gives zeros as the gradient of the gate. Results have the memory order of the operands."""
     xs = [(0.5 + torch.rand(4, 5, 6, device=device)), torch.randn(4, 5, 6, device=device)]
     xs = [x.requires_grad_() for x in xs]
     products, y = compiled(gated, dim, reverse)(*xs)
@@ -201,7 +202,7 @@ def test_the_gradient_that_was_zero(dim, reverse, device):
 
 
 def codes_of(combine, xs, dim, reverse=False):
-    """The kernels of a step through the last leaf, forward and then backward."""
+    """The kernels of the forward, and then those of the backward, for a gradient through the last leaf."""
 
     def step():
         torch._dynamo.reset()
@@ -214,28 +215,28 @@ def codes_of(combine, xs, dim, reverse=False):
 
 
 def stores(combine, xs, dim, reverse=False):
-    """How many tensors each of those kernels stores."""
+    """The number of tensors that each kernel of ``codes_of`` stores."""
     return [[kernel.count("tl.store(") for kernel in kernels] for kernels in codes_of(combine, xs, dim, reverse)]
 
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_linear_recurrence_from_the_end_is_one_kernel_each_way(dim, device, monkeypatch):
-    """What the front end flips is read and written from the end."""
+    """The tensors that the front end flips are read and written from the end instead."""
     few_channels_are_enough(monkeypatch)
     xs = [torch.rand(3, 4, 5, device=device, requires_grad=True) for _ in range(2)]
     assert stores(gated, xs, dim, reverse=True) == [[1], [2]]
 
 
 def rooted(a1, x1, a2, x2):
-    """A gated recurrence of what has a derivative of its own."""
+    """A gated recurrence whose input is a function of the leaf, with its own derivative."""
     return a1 * a2, x1 * a2 + x2.sqrt()
 
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_one_kernel_forward_and_two_backward(dim, device):
-    """Each stores once what it is for: the state; its gradient through all that follows; the gradients of the operands."""
+    """The kernels store the state, its gradient through all later elements, and the gradients of the operands, each once."""
     xs = [torch.rand(4, 5, 6, device=device, requires_grad=True) for _ in range(2)]
     assert stores(gated, xs, dim) == [[1], [1, 2]]
 
@@ -245,7 +246,7 @@ def test_one_kernel_forward_and_two_backward(dim, device):
 @pytest.mark.parametrize("dim", range(4))
 @pytest.mark.parametrize("combine", [gated, pytest.param(rooted, marks=pytest.mark.slow)])
 def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device, monkeypatch):
-    """Its backward stores the gradients of both operands; nothing is copied from one memory order to another."""
+    """The backward stores the gradients of both operands. No tensor is copied from one memory order to another."""
     few_channels_are_enough(monkeypatch)
     xs = [torch.rand(3, 4, 3, 5, dtype=dtype, device=device).requires_grad_() for _ in range(2)]
     assert stores(combine, xs, dim) == [[1], [2]]
@@ -269,7 +270,7 @@ def test_leaves_that_interact_over_many_channels(combine, reverse, device, monke
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_leaves_that_interact_are_one_kernel_each_way(reverse, device, monkeypatch):
-    """The forward stores what the backward reads: two leaves of four, where the gradient is of one."""
+    """The forward stores the leaves that the backward reads: two of four, because the gradient is through one leaf."""
     few_channels_are_enough(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(4)]
     assert stores(matrix_product, xs, 1, reverse) == [[2], [4]]
@@ -277,7 +278,7 @@ def test_leaves_that_interact_are_one_kernel_each_way(reverse, device, monkeypat
 
 @pytest.mark.breadth(0)
 def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
-    """Operands and results are saved, not what is made of them; over many channels the kernel is ours."""
+    """Only operands and results are saved, and no tensor computed from them. Over many channels gradfuse's kernel runs."""
     few_channels_are_enough(monkeypatch)
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
     (kernel,), _ = codes_of(log_space, xs, 1)
@@ -292,21 +293,26 @@ def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):
     assert backward.count("tl.load(") == 1
 
 
-#: As many elements of a settled recurrence of 0.9 at most are exact to 1e-13 whatever comes before them.
+#: If the coefficients are at most 0.9, the elements after this many are exact to 1e-13, whatever comes before.
 SETTLING = 300
 
 
 def recurrence(a, x, weight, saved):
-    """y, and the gradients of a and x, of the gated recurrence [P, T, 1], in the dtype of the operands, by the op's eager
-    loop; ``saved`` is what the backward sees of y."""
+    """y, and the gradients of a and x, of the gated recurrence [P, T, 1], computed by the op's eager loop.
+
+    They have the dtype of the operands. The backward reads ``saved(y)``.
+    """
     y = linear_scan(a[:, 1:], x, list(x.shape), 1, False, a.dtype)
     of_state = linear_scan(a[:, 1:], weight, list(x.shape), 1, True, a.dtype)
     return y, torch.cat([torch.zeros_like(y[:, :1]), of_state[:, 1:] * saved(y)[:, :-1]], 1), of_state
 
 
 def check_end(dim, xs, y, weight, got):
-    """``y`` and the gradients of the gated recurrence along ``dim``, those of its last 600 elements that do not see what
-    comes before, against float64; half precision is no worse than the formula in fp32, rounded once."""
+    """Compare ``y`` and the gradients of the gated recurrence along ``dim`` with float64.
+
+    Only the last 600 elements are compared, which do not depend on earlier ones. In half precision the error is at most that
+    of the formula in fp32, rounded once.
+    """
     dtype, rows = y.dtype, lambda t: t.detach().movedim(dim, 0).flatten(1)[-600 - SETTLING :].T[..., None]
     operands = [rows(t) for t in (*xs, weight)]
     wants = recurrence(*(t.double() for t in operands), saved=lambda y: y)
@@ -328,7 +334,7 @@ def check_end(dim, xs, y, weight, got):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_channels(shape, dim, dtype):
-    """Those of the kernel of linear_scan: channels innermost, then time."""
+    """Both forms of the kernel of linear_scan: first with channels innermost, and then with time innermost."""
     a, x, weight = (
         t.to(dtype) for t in (0.5 + 0.4 * torch.rand(shape, device="cuda"), *torch.randn(2, *shape, device="cuda"))
     )
@@ -356,7 +362,7 @@ def test_a_linear_recurrence(dim, dtype, reverse, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [4096, 100_000, 131_072])
 def test_few_long_rows(length):
-    """In two levels, along the innermost dim."""
+    """These are scanned in two levels, along the innermost dim."""
     a = (0.8 + 0.1 * torch.rand(2, 3, length, device="cuda")).requires_grad_()
     x = torch.randn(2, 3, length, device="cuda", requires_grad=True)
     y, weight = compiled(gated, 2)(a, x)[1], torch.randn_like(x)

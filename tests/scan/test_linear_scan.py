@@ -1,4 +1,4 @@
-"""The lowering of linear_scan: the emitted kernel against the op's eager loop in float64."""
+"""The lowering of linear_scan: the emitted kernel is compared with the op's eager loop in float64."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
 def scan(c, x, reverse, dtype):
-    """Of [P, T, L], into the same dims."""
+    """linear_scan of tensors [P, T, L], into the same dims."""
     return linear_scan(c, x, list(x.shape), 1, reverse, dtype)
 
 
@@ -56,7 +56,7 @@ def test_against_a_loop(length, slices, channels, reverse, device):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("channels", [1, 20])
 def test_running_sums(channels, reverse, device):
-    """Without coefficients."""
+    """A scan without coefficients is a running sum."""
     _, x = operands(300, 2, channels, torch.float32, device)
     run = torch.compile(lambda x: scan(None, x, reverse, torch.float32), backend="gradfuse", fullgraph=True)
     with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
@@ -69,7 +69,7 @@ def test_running_sums(channels, reverse, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("many_rows", [1, 1000])
 def test_rows(many_rows, device, monkeypatch):
-    """Time innermost: a warp a row, or four."""
+    """Time is innermost, and each row is scanned by one warp or by four."""
     monkeypatch.setattr(linear_scan_lowering, "MANY_ROWS", many_rows)
     c, x = operands(1100, 3, 1, torch.float32, device)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
@@ -101,7 +101,7 @@ def test_dynamic_lengths(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_any_memory_order(order, device):
-    """Strided operands."""
+    """The operands are strided."""
     c, x = (
         t.permute(order).contiguous().permute([order.index(d) for d in range(3)])
         for t in operands(70, 3, 17, torch.float32, device)

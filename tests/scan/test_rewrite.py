@@ -19,14 +19,14 @@ from tests.support.joint_graphs import rewritten, text
 from .test_compiled import channels_module, few_channels_are_enough, pointwise_scan
 from .test_scan import COMBINES, gated, gradients, leaves, loop, total, upper_triangular
 
-# The package shows functions under the modules' names.
+# In the package, the modules' names are bound to functions.
 associative_module = importlib.import_module("inductor_ext.scan.associative")
 
 
 def dynamo_graph(additional=(), flips=False):
-    """What Dynamo hands over for a gated recurrence in pointwise mode: the op, and its combine_fn as a submodule.
+    """Dynamo's graph of a gated recurrence in pointwise mode: the op, with its combine_fn as a submodule.
 
-    flips: around it, but for the last result.
+    flips: whether the operands are flipped, and the results flipped back, except for the last one.
     """
     root = torch.nn.Module()
     root.combine = torch.fx.symbolic_trace(gated)
@@ -57,7 +57,7 @@ def test_the_op_gets_a_gradient_of_its_own():
 
 
 def test_flips_become_a_scan_from_the_end():
-    """Those of the operands and of the results; a result that is used as it was is flipped."""
+    """The flips of the operands and of the results disappear. A result that is used without a flip is flipped."""
     gm, xs = dynamo_graph(flips=True), leaves("ff", 9)
     want = gm(*(x.detach() for x in xs))
     scans.rewrite(gm, Options())
@@ -79,7 +79,7 @@ def test_flips_of_what_changes_meanwhile_are_left():
 
 
 def test_flips_of_results_that_change_are_left():
-    """Stock differentiates this: what is written to is the copy."""
+    """Stock can differentiate this, because the op writes to the copy."""
     gm = dynamo_graph(flips=True)
     (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
     (output,) = gm.graph.find_nodes(op="output")
@@ -113,7 +113,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name):
-    """The joint graph: of a gated recurrence one coefficient is scanned backwards, of a sum none."""
+    """The joint graph. Of a gated recurrence one coefficient is scanned backwards, and of a sum none."""
     combine, used = GRAPHS[name]
     xs = [torch.randn(5, 2, 3, requires_grad=True) for _ in COMBINES[combine]]
     snapshots.check(__file__, f"scans_{name}", rewritten(lambda *xs: pointwise_scan(combine, xs, 1, False)[used], *xs))

@@ -1,4 +1,4 @@
-"""The gradient of associative_scan by one pass back through time, in float64 against autograd of a plain loop."""
+"""The gradient of associative_scan, by one pass backwards in time, compared with autograd of a loop in float64."""
 
 import importlib
 from unittest import mock
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inductor_ext.scan.scan import scan
 from tests.attention.case import relative_error
 
-# The package shows the op under the module's name.
+# In the package, the module's name is bound to the op.
 associative_module = importlib.import_module("inductor_ext.scan.associative")
 linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
 plan_module = importlib.import_module("inductor_ext.scan.plan")
@@ -48,7 +48,7 @@ def matrix_product(a1, b1, c1, d1, a2, b2, c2, d2):
 
 
 def upper_triangular(a1, b1, d1, a2, b2, d2):
-    """b meets the others only in one direction."""
+    """b depends on the other leaves, and they do not depend on b."""
     return a2 * a1, a2 * b1 + b2 * d1, d2 * d1
 
 
@@ -57,7 +57,7 @@ def log_space(la1, lx1, la2, lx2):
 
 
 def affine_pairs(a1, x1, y1, a2, x2, y2):
-    """One gate for two states."""
+    """Two states have one gate."""
     return a1 * a2, x1 * a2 + x2, y1 * a2 + y2
 
 
@@ -70,12 +70,12 @@ def two_gates(a1, b1, x1, a2, b2, x2):
 
 
 def delayed(a1, x1, z1, a2, x2, z2):
-    """z collects what x was: a recurrence driven by another."""
+    """A recurrence z that is driven by another recurrence, x."""
     return a1 * a2, x1 * a2 + x2, z1 + z2 + 0 * x1
 
 
 def segmented(flag1, x1, flag2, x2):
-    """A sum that starts anew where a flag (an integer leaf) is set."""
+    """A sum that starts again at each flag (an integer leaf) that is set."""
     return flag1 | flag2, torch.where(flag2 != 0, x2, x1 + x2)
 
 
@@ -121,7 +121,7 @@ def loop(combine, xs):
 
 
 def gradients(ys, xs, used, seed=0):
-    """Of the outputs at ``used``, with random weights, for every leaf that has a gradient."""
+    """The gradients of the outputs at ``used``, with random weights, for every leaf that has a gradient."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [y for at, y in enumerate(ys) if y.is_floating_point() and at in used]
     weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in chosen]
@@ -130,7 +130,7 @@ def gradients(ys, xs, used, seed=0):
 
 
 def backwards(combine, xs):
-    """``loop`` from the end."""
+    """``loop``, run from the end."""
     return [y.flip(0) for y in loop(combine, [x.flip(0) for x in xs])]
 
 
@@ -156,7 +156,7 @@ def test_against_a_loop(combine, length, reverse):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Every scan of more than one leaf in two levels, and in three from 16 elements on."""
+    """Scan more than one leaf always in two levels, and from 16 elements on in three."""
     monkeypatch.setattr(associative_module, "CHUNK", 4)
     monkeypatch.setattr(associative_module, "FEWEST_CHUNKS", 1)
     monkeypatch.setattr(associative_module, "uses_triton_on_cpu", lambda: True)
@@ -196,7 +196,7 @@ def test_few_long_rows_alone_are_cut():
 
 
 def test_leaves_of_several_shapes():
-    """A gate for all of a head's channels, and one for everything."""
+    """One gate for all channels of a head, and one gate for all elements of a time."""
     xs = [(0.5 + torch.rand(9, *channels, dtype=torch.float64)).requires_grad_() for channels in ((3, 1), (3, 4), ())]
 
     def combine(a1, x1, b1, a2, x2, b2):
@@ -209,7 +209,7 @@ def test_leaves_of_several_shapes():
 
 
 def decayed(t1, y1, t2, y2, rate):
-    """y decays by a captured rate for as long as t says."""
+    """y decays by a captured rate, for a duration t."""
     return t1 + t2, y1 * rate**t2 + y2
 
 
@@ -247,7 +247,7 @@ MAPS = {
 @given(st.sampled_from(list(MAPS)), st.sampled_from(list(MAPS)), st.integers(2, 12), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
 def test_affine_maps_conjugated(of_gate, of_state, length, seed):
-    """Associative by construction: affine maps whose two numbers are seen through bijections."""
+    """These functions are associative by construction: affine maps whose two numbers go through bijections."""
     (gate_to, gate_from), (state_to, state_from) = MAPS[of_gate], MAPS[of_state]
 
     def combine(a1, x1, a2, x2):
@@ -264,7 +264,7 @@ def test_affine_maps_conjugated(of_gate, of_state, length, seed):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_many_channels_take_the_linear_scan(graph, dtype):
-    """Forward (where the combine_fn is known to be a gated recurrence) and backward, by the op's eager code."""
+    """The forward (if the combine_fn is known to be a gated recurrence) and the backward, by the op's eager code."""
     a, x = (0.5 + 0.5 * torch.rand(4, 11, 3, 20).to(dtype) for _ in range(2))
     xs = [t.movedim(1, 0).requires_grad_() for t in (a, x)]
     combine = torch.fx.symbolic_trace(gated) if graph else gated
@@ -299,8 +299,11 @@ def test_leaves_that_need_no_gradient():
     "combine, scans", [(gated, [2, 2]), (total, [1, 1]), (product, [1, 2]), (matrix_product, [4, 6, 6])]
 )
 def test_only_what_meets_is_scanned(combine, scans):
-    """Forward, then the gradient through the last leaf: a gated recurrence scans one coefficient and one value, not six
-    leaves; a sum no coefficient; a matrix product its two columns apart."""
+    """The number of leaves in each scan: first the forward, then the gradient through the last leaf.
+
+    A gated recurrence scans one coefficient and one value, and not six leaves. A sum scans no coefficient. A matrix product
+    scans its two columns separately.
+    """
     with mock.patch.object(associative_module, "associative_scan_hop", wraps=associative_module.associative_scan_hop) as hop:
         xs = leaves(COMBINES[combine], 7)
         gradients(scan(combine, xs), xs, (0,) if len(xs) == 1 else (1,) if len(xs) == 2 else range(4))

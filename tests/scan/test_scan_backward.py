@@ -1,4 +1,4 @@
-"""The lowering of scan_backward: the emitted kernel, and the op's eager loop, against autograd of a loop in float64."""
+"""The lowering of scan_backward: its kernel and the op's eager loop are compared with autograd of a loop in float64."""
 
 import contextlib
 import importlib
@@ -15,14 +15,14 @@ from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 from .test_scan import affine_pairs, backwards, complex_product, log_space, loop, matrix_product
 
-# The package shows other ops under the modules' names.
+# In the package, the modules' names are bound to ops.
 scan_backward = importlib.import_module("inductor_ext.scan.scan_backward")
 
 LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
 
 
 class Problem:
-    """A scan [T, ...], with time at ``dim`` in memory, and gradients of the leaves ``used`` of it."""
+    """A scan [T, ...] with time at ``dim`` in memory, and gradients of the leaves ``used`` of its result."""
 
     def __init__(self, combine, shape, used, dtype=torch.float32, dim=0, reverse=False, device="cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def test_any_memory_order(dim, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_half_precision_is_rounded_once(device):
-    """No worse than the op's loop in fp32."""
+    """The error is at most 1.2 times that of the op's loop in fp32."""
     problem = Problem(complex_product, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
     eager = problem.errors(problem.gradients())
     assert all(error <= 1.2 * rounded for error, rounded in zip(problem.errors(problem.run()), eager, strict=True))
@@ -109,7 +109,7 @@ def test_half_precision_is_rounded_once(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_lengths(device):
-    """Found out to be dynamic by the second."""
+    """The second length makes Dynamo treat the length as dynamic."""
     run = Problem(complex_product, (5, 70), (0, 1)).run()
     for length in (9, 30, 7):
         assert max(Problem(complex_product, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
@@ -121,7 +121,7 @@ def test_a_graph_with_tensors_of_its_own_is_left():
 
 
 def emitted(combine, dtype=torch.float32):
-    """The source of the kernel for the gradient of the last leaf."""
+    """The source of the kernel that computes the gradient through the last leaf."""
     problem = Problem(combine, (9, 2, 70), (LEAVES[combine] - 1,), dtype, device="interpreter")
     with triton_on_cpu():
         _, (code,) = run_and_get_code(problem.run(), problem.xs, problem.ys, problem.grads)
@@ -131,7 +131,7 @@ def emitted(combine, dtype=torch.float32):
 
 @INTERPRETED
 def test_where_it_is_the_way():
-    """Many channels, next to each other, of fp32 or less."""
+    """The kernel needs many channels, next to each other in memory, of fp32 or half precision."""
     x = torch.rand(4, 2, 1024)
     cases = [x, x.expand(3, 4, 2, 1024)[0], x.movedim(2, 0), x[..., ::2], x[:, :1], x.double(), x.reshape(4, -1, 2)]
     with triton_on_cpu():

@@ -1,4 +1,4 @@
-"""The lowering of scan_forward: the emitted kernel, and the op's eager loop, against a loop in float64."""
+"""The lowering of scan_forward: the emitted kernel and the op's eager loop are compared with a loop in float64."""
 
 import contextlib
 import importlib
@@ -16,17 +16,17 @@ from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 from .test_scan import COMBINES, complex_product, gated, largest, log_space, loop, matrix_product, segmented, total
 
-# The package shows other ops under the modules' names.
+# In the package, the modules' names are bound to ops.
 scan_forward = importlib.import_module("inductor_ext.scan.scan_forward")
 
 
 def either_and_sum(flag1, x1, flag2, x2):
-    """Sums that start anew where a condition holds."""
+    """Sums that start again where a condition holds."""
     return flag1 | flag2, torch.where(flag2, x2, x1 + x2)
 
 
 def resistance(x1, x2):
-    """Of two resistors side by side; not a number where both are zero, as what is masked is."""
+    """The resistance of two parallel resistors. It is NaN where both are zero, which the masked elements are."""
     return (x1 * x2 / (x1 + x2),)
 
 
@@ -45,7 +45,7 @@ def operands(combine, shape, dtype=torch.float32, device="cpu"):
 
 
 def scan(combine, like, used=None, reverse=False):
-    """The leaves ``used`` (all of them) of the scan, by the op, for operands of the dtypes of ``like``."""
+    """The leaves ``used`` (by default all) of the scan, computed by the op, for operands of the dtypes of ``like``."""
     source = scan_forward.combination(combine, [x.dtype for x in like])
 
     def run(*xs):
@@ -68,7 +68,7 @@ def exactly(combine, xs):
 
 
 def error(got, want):
-    """Relative, of floating leaves; the others are right or infinitely wrong."""
+    """The relative error of a floating leaf. The error of another leaf is 0 or infinite."""
     if got.is_floating_point():
         return relative_error(got, want)
     return 0.0 if torch.equal(got, want) else float("inf")
@@ -110,7 +110,7 @@ def test_opcheck(reverse):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 128, 129, 257])
 def test_lengths(length, device):
-    """Spans are 8 times and tiles 128 for four leaves."""
+    """For four leaves a span has 8 times, and a tile 128."""
     xs = operands(matrix_product, (length, 33), device=device)
     check(matrix_product, compiled(matrix_product, xs), xs, device)
 
@@ -184,7 +184,7 @@ def test_integers(device):
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_lengths(device):
-    """Found out to be dynamic by the second."""
+    """The second length makes Dynamo treat the length as dynamic."""
     run = compiled(complex_product, operands(complex_product, (1, 1)))
     for length in (9, 200, 130):
         check(complex_product, run, operands(complex_product, (length, 70), device=device), device)
@@ -192,7 +192,7 @@ def test_dynamic_lengths(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_into_what_uses_it(device):
-    """The last leaf that is used may be changed on its way to memory."""
+    """Ops on the last leaf that is used can be fused into the kernel."""
     xs = operands(segmented, (40, 3, 20), device=device)
     both = scan(segmented, xs)
     run = torch.compile(lambda *xs: both(*xs)[1] * 2 + 1, backend="gradfuse", fullgraph=True)
@@ -230,7 +230,7 @@ def emitted(combine, dtype=torch.float32):
 
 
 def test_channels_are_those_of_every_leaf():
-    """One that is the same for all of some dim lies next to itself nowhere else: as other channels it would be a copy."""
+    """A leaf that is expanded along a dim cannot merge this dim with others. With other channels it would be copied."""
     x, gate = torch.rand(4, 3, 20), torch.rand(20).expand(4, 3, 20)
     assert [channels.innermost(xs) for xs in ([x], [gate], [x, gate], [gate, x])] == [1, 2, 2, 2]
     assert channels.slices(gate, 2).data_ptr() == gate.data_ptr()
@@ -238,7 +238,7 @@ def test_channels_are_those_of_every_leaf():
 
 @INTERPRETED
 def test_where_it_is_the_way():
-    """Many channels, next to each other, of a few leaves."""
+    """The kernel needs many channels, next to each other in memory, and few leaves."""
     x = torch.rand(4, 2, 1024)
     cases = [[x] * 8, [x, x.expand(3, 4, 2, 1024)[0]], [x, x[:1].expand(4, 2, 1024).long()], [x.double()]]
     others = [[x] * 9, [x.movedim(2, 0)], [x[..., ::2]], [x[:, :1]], [x.short()], [x.reshape(4, -1, 2)], [x[:1]]]
