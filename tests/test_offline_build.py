@@ -16,6 +16,7 @@ import torch
 from inductor_ext.attention.captured import CapturedGradients, Plan
 from inductor_ext.attention.kinds import Reduction
 from inductor_ext.attention.tiles import backward_config, forward_config
+from inductor_ext.core.target import Target
 from tests.attention.attention_kernels import ATTENTIONS, sources
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
@@ -147,8 +148,10 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, tmp_path):
     stock_forward, stock_backward = STOCK[arch]
     score_mod, mask_mod, one_pass = name not in ("unmasked", "causal"), name == "causal", arch >= 90
     chained_reads = name == "scaled_and_gathered"
-    forward = forward_config(stock_forward, arch, score_mod=score_mod, mask_mod=mask_mod, chained_reads=chained_reads)
-    backward = backward_config(stock_backward, arch, CAPTURED[name], one_pass=one_pass, mask_mod=mask_mod, head_dim=64)
+    family = dataclasses.replace(Target.of(torch.device("cpu")), architecture=arch).family
+    functions = {"score_mod": score_mod, "mask_mod": mask_mod, "chained_reads": chained_reads}
+    forward = forward_config(stock_forward, family, head_dim=64, **functions)
+    backward = backward_config(stock_backward, family, CAPTURED[name], one_pass=one_pass, mask_mod=mask_mod, head_dim=64)
     emitted = sources(name, arch=arch, **kernel_options("fwd", forward), **kernel_options("bwd", backward))
     assert one_pass == ("dq_tiles.atomic_add" in emitted["backward"])
     for direction, config in {"forward": forward, "backward": backward}.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from ..torch_api.config import inductor_config, uses_triton_on_cpu
 
 Family = Literal["ampere", "hopper", "blackwell"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 #: The bytes of shared memory that one program may use on compute capability 9.0.
 _SHARED_MEMORY_OF_HOPPER = 227 * 1024
