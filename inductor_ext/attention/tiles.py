@@ -40,10 +40,12 @@ def _exactly(stock: int, ours: int) -> int:
 
 _at_most, _at_least = min, max
 _FORWARD, _ONE_PASS, _TWO_PASSES, _BACKWARD = ("forward",), ("one pass",), ("two passes",), ("one pass", "two passes")
-_AMPERE, _HOPPER, _BLACKWELL = ("ampere",), ("hopper",), ("blackwell",)
+_AMPERE, _CONSUMER, _HOPPER, _BLACKWELL = ("ampere", "consumer"), ("consumer",), ("hopper",), ("blackwell",)
 _LONGEST = 2**31
 _EVERY_DIM, _TO_64, _ABOVE_64, _FROM_128 = range(_LONGEST), range(65), range(65, _LONGEST), range(128, _LONGEST)
+_ABOVE_128 = range(129, _LONGEST)
 _AMPERE_TILES = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_stages": 2}
+_TILES_OF_32 = dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 32)
 
 #: All rows that are for a kernel change its config, in this order. The functions below explain the features.
 TABLE = (
@@ -73,17 +75,25 @@ TABLE = (
     Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "a mask_mod", _at_most, _AMPERE_TILES),
     # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
     Row(_BACKWARD, FAMILIES, _FROM_128, "wide tiles", _at_most, {"num_stages": 2}),
+    # The tiles above do not fit into 99 KB of shared memory. Those below have been built for sm_120, and never run.
+    Row(_FORWARD, _CONSUMER, _EVERY_DIM, None, _at_most, {"num_stages": 2}),
+    Row(_FORWARD, _CONSUMER, _ABOVE_64, "fp32", _at_most, {"block_m": 64, "block_n": 32}),
+    Row(_FORWARD, _CONSUMER, _ABOVE_128, None, _at_most, {"block_m": 32}),
+    Row(_FORWARD, _CONSUMER, _ABOVE_128, "fp32", _at_most, {"block_n": 16}),
+    Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 1}),
+    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, _TILES_OF_32),
+    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_least, {"num_warps": 8}),
 )
 
 
 def forward_config(
-    config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool, head_dim: int
+    config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool, head_dim: int, fp32: bool
 ) -> Any:
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
     chained_reads: an index is itself read, as in ``t[doc[q] - doc[k]]``.
     """
-    features = {"a mod": score_mod or mask_mod, "chained reads": chained_reads}
+    features = {"a mod": score_mod or mask_mod, "chained reads": chained_reads, "fp32": fp32}
     return _adapted(config, "forward", family, head_dim, features)
 
 
