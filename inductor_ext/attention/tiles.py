@@ -75,13 +75,20 @@ TABLE = (
     Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "a mask_mod", _at_most, _AMPERE_TILES),
     # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
     Row(_BACKWARD, FAMILIES, _FROM_128, "wide tiles", _at_most, {"num_stages": 2}),
-    # The tiles above do not fit into 99 KB of shared memory. Those below have been built for sm_120, and never run.
-    Row(_FORWARD, _CONSUMER, _EVERY_DIM, None, _at_most, {"num_stages": 2}),
+    # The rows below fit kernels into 99 KB of shared memory. Their tiles have been built for sm_120, and never run.
+    # Three stages of 128 x 64 take 96 to 99 KB, before the tiles of captured tensors.
+    Row(_FORWARD, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
+    # 128 x 32 takes 113 KB.
     Row(_FORWARD, _CONSUMER, _ABOVE_64, "fp32", _at_most, {"block_m": 64, "block_n": 32}),
+    # 64 x 64 takes 104 KB.
     Row(_FORWARD, _CONSUMER, _ABOVE_128, None, _at_most, {"block_m": 32}),
+    # 32 x 64 takes 168 KB.
     Row(_FORWARD, _CONSUMER, _ABOVE_128, "fp32", _at_most, {"block_n": 16}),
-    Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 1}),
-    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, _TILES_OF_32),
+    # Three stages of 64 x 64 take 105 to 113 KB.
+    Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
+    # 64 x 64 takes 144 KB in one stage, and 32 x 64 takes 112 KB.
+    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, {**_TILES_OF_32, "num_stages": 1}),
+    # Four warps spill 700 to 980 bytes, and eight warps none.
     Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_least, {"num_warps": 8}),
 )
 
