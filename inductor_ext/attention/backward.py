@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from ..core.report import leave_to_stock, record, user_line
-from ..core.target import Target
+from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
@@ -115,7 +115,8 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options())
     template_options["ONE_PASS"] = one_pass
-    template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and template_options["QK_HEAD_DIM"] % 4 == 0
+    rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
+    template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and rows_aligned
     inlined = [inlining.score(score_graph), grad_score_buffer, inlining.mask(mask_graph), *captured.inlined]
     tilings = _tilings(call, template_options, captured)
     captured.allocate(call.captured, call.mask, device, tilings)
@@ -213,7 +214,7 @@ def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients)
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     fits = V.graph.sizevars.guard_int(call.query.get_size()[-1]) <= widest
     worthwhile = captured.has_strips or not captured.sums_along_keys
-    return half and fits and worthwhile and Target.of(call.query.get_device()).family != "ampere"
+    return half and fits and worthwhile and Target.of(call.query.get_device()).adds_tiles
 
 
 def _tma_allowed(options: Options, device: torch.device, kernel_options: dict[str, Any]) -> bool:

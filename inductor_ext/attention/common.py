@@ -11,6 +11,7 @@ import torch
 from ..core.fx import fake_tensor
 from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, next_power_of_two
 from ..core.report import user_line
+from ..core.target import Target
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V, empty
@@ -85,7 +86,7 @@ def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
 
     options = {k: _guarded(v) for k, v in call.kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
     options.setdefault("ROWS_GUARANTEED_SAFE", False)
-    options.setdefault("FLOAT32_PRECISION", float32_precision())
+    options.setdefault("FLOAT32_PRECISION", float32_precision(Target.of(call.query.get_device())))
     return {
         **options,
         "SM_SCALE": call.scale,

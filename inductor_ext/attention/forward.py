@@ -93,7 +93,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
         }
         inlined["chained_reads"] = score_graphs.has_chained_reads(score_graph)
-        configs = [forward_config(configs[0], Target.of(device).family, **inlined)]
+        form = {"head_dim": template_options["QK_HEAD_DIM_ROUNDED"], "fp32": dtype is torch.float32}
+        configs = [forward_config(configs[0], Target.of(device).family, **inlined, **form)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
     for tiled in common.tile_choices(template_options, "fwd", configs, tiles):
         _template.maybe_append_choice(

@@ -1,33 +1,107 @@
 """Default tiles of the flex_attention templates. They are stock's, with changes where our kernels would spill registers.
 
 Stock's tables were tuned for its own kernels. Under max-autotune all of its configs compete, and nothing is changed here.
-The measurements behind each rule are in benchmarks/NOTES.md, and tests/test_offline_build.py checks that nothing spills.
+The measurements are in docs/notes/attention.md, on an H200 with bf16, and tests/test_offline_build.py checks that nothing
+spills.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
 
-from ..core.target import Family
+from ..core.target import FAMILIES, Family
 from .captured import CapturedGradients
 
-#: The largest number of keys in a forward tile if a score_mod or a mask_mod is inlined.
-WIDEST_WITH_MODS = 64
+#: The forms of the kernels. In one pass, the backward adds dQ in memory; in two passes, it sums dQ in registers.
+Form = Literal["forward", "one pass", "two passes"]
 
 
-def forward_config(config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A change of stock's config for the kernels of these forms, families and head dims.
+
+    having: the feature that a kernel must have, or None if the row is for all. combine: makes the new value of stock's value
+    and ours. values: ours, by the attribute of the config.
+    """
+
+    forms: Collection[Form]
+    families: Collection[Family]
+    head_dims: range
+    having: str | None
+    combine: Callable[[int, int], int]
+    values: Mapping[str, int]
+
+
+def _exactly(stock: int, ours: int) -> int:
+    return ours
+
+
+_at_most, _at_least = min, max
+_FORWARD, _ONE_PASS, _TWO_PASSES, _BACKWARD = ("forward",), ("one pass",), ("two passes",), ("one pass", "two passes")
+_AMPERE, _CONSUMER, _HOPPER, _BLACKWELL = ("ampere", "consumer"), ("consumer",), ("hopper",), ("blackwell",)
+_LONGEST = 2**31
+_EVERY_DIM, _TO_64, _ABOVE_64, _FROM_128 = range(_LONGEST), range(65), range(65, _LONGEST), range(128, _LONGEST)
+_ABOVE_128 = range(129, _LONGEST)
+_AMPERE_TILES = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_stages": 2}
+_TILES_OF_32 = dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 32)
+
+#: All rows that are for a kernel change its config, in this order. The functions below explain the features.
+TABLE = (
+    # In four warps the temporaries do not fit beside 128 x 128 scores: s + t[h, k] takes 24.4 ms, and with 64 keys 0.40 ms.
+    Row(_FORWARD, FAMILIES, _EVERY_DIM, "a mod", _at_most, {"block_n": 64}),
+    # 128 keys spill even if nothing is inlined.
+    Row(_FORWARD, _BLACKWELL, _EVERY_DIM, None, _at_most, {"block_n": 64}),
+    # Four warps spill even with 64 keys.
+    Row(_FORWARD, _AMPERE, _EVERY_DIM, "a mod", _at_least, {"num_warps": 8}),
+    # Four warps spill on every architecture.
+    Row(_FORWARD, FAMILIES, _EVERY_DIM, "chained reads", _at_least, {"num_warps": 8}),
+    # Small tiles in four warps are the fastest at head dim 64: 1.01 ms, and 1.11 ms with stock's.
+    Row(_ONE_PASS, FAMILIES, _TO_64, None, _exactly, {"block_m1": 64, "block_n1": 64, "num_warps": 4, "num_stages": 3}),
+    # The arithmetic of the indices spills 152 bytes beside 64 x 64 scores.
+    Row(_ONE_PASS, FAMILIES, _TO_64, "gathers", _exactly, {"block_m1": 32}),
+    # 1.42 ms although it spills; 1.44 ms with 64 x 64, and 1.70 ms with 32 x 64, which does not spill.
+    Row(_ONE_PASS, _HOPPER, _TO_64, "strips", _exactly, {"block_m1": 32, "block_n1": 128}),
+    # Moving wide tiles takes 1.84 ms, and 2.44 ms with 64 x 64.
+    Row(_ONE_PASS, FAMILIES, _TO_64, "blocks", _exactly, {"block_n1": 128, "num_warps": 8}),
+    # Stock's tile for Hopper, which has eight warps on Blackwell too.
+    Row(_ONE_PASS, FAMILIES, _ABOVE_64, None, _exactly, {"block_m1": 64, "block_n1": 128, "num_warps": 8, "num_stages": 3}),
+    # Four warps spill 80 bytes with a causal mask, and 1688 with gathers.
+    Row(_TWO_PASSES, _BLACKWELL, _EVERY_DIM, None, _at_least, {"num_warps": 8}),
+    # 64 x 64 spills 32 bytes with a diagonal and 88 with gathers.
+    Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "captured gradients", _at_most, _AMPERE_TILES),
+    # A mask_mod has temporaries too. A causal one alone does not spill at 64 x 64, and neither tile was ever timed.
+    Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "a mask_mod", _at_most, _AMPERE_TILES),
+    # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
+    Row(_BACKWARD, FAMILIES, _FROM_128, "wide tiles", _at_most, {"num_stages": 2}),
+    # The rows below fit kernels into 99 KB of shared memory. Their tiles have been built for sm_120, and never run.
+    # Three stages of 128 x 64 take 96 to 99 KB, before the tiles of captured tensors.
+    Row(_FORWARD, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
+    # 128 x 32 takes 113 KB.
+    Row(_FORWARD, _CONSUMER, _ABOVE_64, "fp32", _at_most, {"block_m": 64, "block_n": 32}),
+    # 64 x 64 takes 104 KB.
+    Row(_FORWARD, _CONSUMER, _ABOVE_128, None, _at_most, {"block_m": 32}),
+    # 32 x 64 takes 168 KB.
+    Row(_FORWARD, _CONSUMER, _ABOVE_128, "fp32", _at_most, {"block_n": 16}),
+    # Three stages of 64 x 64 take 105 to 113 KB.
+    Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
+    # 64 x 64 takes 144 KB in one stage, and 32 x 64 takes 112 KB.
+    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, {**_TILES_OF_32, "num_stages": 1}),
+    # Four warps spill 700 to 980 bytes, and eight warps none.
+    Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_least, {"num_warps": 8}),
+)
+
+
+def forward_config(
+    config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool, head_dim: int, fp32: bool
+) -> Any:
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
-    In four warps, the temporaries of a score_mod do not fit beside 128 x 128 scores: on an H200 ``s + t[h, k]`` then takes
-    24.4 ms, and 0.40 ms with 64 keys. In four warps Ampere spills even with 64 keys, Blackwell spills even if nothing is
-    inlined, and every architecture spills if an index is itself read (``t[doc[q] - doc[k]]``).
+    chained_reads: an index is itself read, as in ``t[doc[q] - doc[k]]``.
     """
-    if score_mod or mask_mod or family == "blackwell":
-        config = dataclasses.replace(config, block_n=min(config.block_n, WIDEST_WITH_MODS))
-    if chained_reads or ((score_mod or mask_mod) and family == "ampere"):
-        config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
-    return config
+    features = {"a mod": score_mod or mask_mod, "chained reads": chained_reads, "fp32": fp32}
+    return _adapted(config, "forward", family, head_dim, features)
 
 
 def backward_config(
@@ -35,26 +109,24 @@ def backward_config(
 ) -> Any:
     """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
-    one_pass: dQ is added in memory. On an H200 at head dim 64, small tiles in four warps are then the fastest (1.01 ms, and
-    1.11 ms with stock's tiles). Wide tiles are used if TMA moves blocks of pairs (1.84 ms instead of 2.44 ms) or if tiles
-    are added to a strip (1.42 ms instead of 1.44 ms, and 1.70 ms with the tile that does not spill). Small tiles are used if
-    there is one add for each score at a computed index, because that arithmetic would spill otherwise.
+    one_pass: dQ is added in memory. The feature "gathers": there is one add for each score, at a computed index. "strips":
+    TMA adds tiles to a strip. "blocks": TMA moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
     """
-    if one_pass and head_dim > 64:
-        config = dataclasses.replace(config, block_m1=64, block_n1=128, num_warps=8, num_stages=3)
-    elif one_pass:
-        strips_on_hopper = captured.has_strips and family == "hopper"
-        queries = 32 if captured.gathers or strips_on_hopper else 64
-        keys = 128 if captured.moves_blocks or strips_on_hopper else 64
-        warps = 8 if captured.moves_blocks else 4
-        config = dataclasses.replace(config, block_m1=queries, block_n1=keys, num_warps=warps, num_stages=3)
-    elif family == "blackwell":
-        config = dataclasses.replace(config, num_warps=max(config.num_warps, 8))
-    elif family == "ampere" and (captured.plans or mask_mod):
-        tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32}
-        smaller = {name: min(getattr(config, name), size) for name, size in tiles.items()}
-        config = dataclasses.replace(config, **smaller, num_stages=min(config.num_stages, 2))
-    if captured.wide_tiles and head_dim >= 128:
-        # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
-        config = dataclasses.replace(config, num_stages=min(config.num_stages, 2))
+    features = {
+        "a mask_mod": mask_mod,
+        "captured gradients": bool(captured.plans),
+        "gathers": captured.gathers,
+        "strips": captured.has_strips,
+        "blocks": captured.moves_blocks,
+        "wide tiles": captured.wide_tiles,
+    }
+    return _adapted(config, "one pass" if one_pass else "two passes", family, head_dim, features)
+
+
+def _adapted(config: Any, form: Form, family: Family, head_dim: int, features: Mapping[str, bool]) -> Any:
+    for row in TABLE:
+        meant = form in row.forms and family in row.families and head_dim in row.head_dims
+        if meant and (row.having is None or features[row.having]):
+            values = {name: row.combine(getattr(config, name), ours) for name, ours in row.values.items()}
+            config = dataclasses.replace(config, **values)
     return config

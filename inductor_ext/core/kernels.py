@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .target import Target
+
 #: A tile has at most this many rows or columns. Every tile length divides this number, so a tensor whose length is a
 #: multiple of it needs no bounds check.
 LARGEST_TILE = 128
@@ -15,8 +17,8 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def float32_precision() -> str:
+def float32_precision(target: Target) -> str:
     """The precision that torch uses for fp32 matmuls, as a constant of a template: ``'ieee'`` or ``'tf32'``, in quotes."""
     precision = torch.backends.cuda.matmul.fp32_precision
     exact = precision in ("ieee", "none") if precision != "none" else torch.get_float32_matmul_precision() == "highest"
-    return "'ieee'" if exact or torch.version.hip else "'tf32'"
+    return "'ieee'" if exact or not target.tf32 else "'tf32'"

@@ -27,8 +27,8 @@ from torch.fx import Node
 from ..core.fx import DECOMPOSED_VIEWS, HALF, cast_of, same_shape, same_sizes, value_of, working_dtype
 from ..core.joint_graph import Builder
 from ..core.report import record, user_line
+from ..core.target import Target
 from ..options import Options
-from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.sizes import size_hint
 from .inverses import inverse
 from .permutations import names_once, repeated
@@ -38,11 +38,6 @@ NAME = "scatters"
 
 aten = torch.ops.aten
 gradfuse = torch.ops.gradfuse
-
-#: Seconds for a sort, seconds for each fp32 atomic, and bytes per second, measured on an H200 (benchmarks/NOTES.md).
-SORT_SECONDS = 60e-6
-ATOMIC_SECONDS = 1 / 0.6e12
-BANDWIDTH = 3.5e12
 
 #: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
@@ -94,7 +89,7 @@ class _Rewriter:
         if not self.deterministic or not _adds_elements(node):
             return None
         value = value_of(node)
-        if not value.dim() or not _has_triton(value.device):
+        if not value.dim() or not Target.of(value.device).triton:
             return None
         base, dim, index, source = node.args[:4]
         dim %= value.dim()
@@ -150,7 +145,7 @@ class _Rewriter:
 
     def _segmented(self, found: ScatterAdd) -> _Found | None:
         """On a GPU, if it is faster than atomics or required: sort the index, and add the values of each row in order."""
-        if not _has_triton(value_of(found.node).device):
+        if not Target.of(value_of(found.node).device).triton:
             return None
         values, masked = narrow_source(found.values)
         left_out = row_mask(masked, found.indices) if masked is not None else None
@@ -192,8 +187,8 @@ class _Rewriter:
         if self.deterministic:
             return True
         rounding = 6 if dtype in HALF else 0
-        atomics = elements * ATOMIC_SECONDS + cells * (4 + rounding) / BANDWIDTH
-        sorting = SORT_SECONDS + (elements + 2 * cells) * dtype.itemsize / BANDWIDTH
+        atomics = elements / Target.atomics + cells * (4 + rounding) / Target.bandwidth
+        sorting = Target.sort_seconds + (elements + 2 * cells) * dtype.itemsize / Target.bandwidth
         return found.dim == 0 and sorting < atomics
 
     def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
@@ -340,10 +335,6 @@ class _Rewriter:
         if result is not total:
             self.rounded[result] = total
         self.build.replace(node, result)
-
-
-def _has_triton(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and uses_triton_on_cpu())
 
 
 def _adds_elements(node: Node) -> bool:

@@ -1,11 +1,11 @@
-"""The tiles of the mLSTM templates, by head width and dtype. Measurements are in benchmarks/NOTES.md."""
+"""The tiles of the mLSTM templates, by family, head width and dtype. Measurements are in docs/notes/mlstm.md."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..core.kernels import next_power_of_two
-from ..core.target import Target
+from ..core.target import Family, Target
 from ..torch_api.config import inductor_config
 from ..torch_api.lowering import V
 
@@ -26,9 +26,11 @@ def _backward(
     return {**blocks, "SPLIT": split, "num_warps": num_warps, "num_stages": num_stages}
 
 
-#: The tiles by the size of an element in bytes, and then by the widest head (a power of two) for which a tile is used. A
-#: tile has 64 rows with 4 warps and 128 rows with 8 warps: Hopper's matmuls give 64 rows to each group of four warps.
-FORWARD = {
+#: Tiles by the size of an element in bytes, and then by the widest head (a power of two) for which a tile is used.
+_Table = dict[int, dict[int, dict[str, Any]]]
+
+#: A tile has 64 rows with 4 warps and 128 rows with 8 warps: Hopper's matmuls give 64 rows to each group of four warps.
+_FORWARD: _Table = {
     2: {
         64: _forward(128, 64, 8, 3),
         128: _forward(64, 64, 4, 3),
@@ -37,7 +39,7 @@ FORWARD = {
     },
     4: {64: _forward(32, 32, 4, 1), 128: _forward(32, 16, 4, 1), 256: _forward(32, 16, 8, 1)},
 }
-BACKWARD = {
+_BACKWARD: _Table = {
     2: {
         64: _backward(64, 64, 64, 64, 4, 3),
         128: _backward(64, 32, 64, 32, 4, 3),
@@ -50,10 +52,9 @@ BACKWARD = {
         256: _backward(16, 16, 16, 16, 8, 1, split=True),
     },
 }
-#: The tiles that replace those above on architectures other than Hopper, where those above would spill registers. These
-#: tiles have never been timed.
-FORWARD_ELSEWHERE = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
-BACKWARD_ELSEWHERE = {
+#: Where there are no such matmuls, the tiles above would spill registers. These tiles have never been timed.
+_FORWARD_ELSEWHERE: _Table = {2: {128: _forward(64, 32, 4, 3), 256: _forward(64, 32, 8, 2)}, 4: {}}
+_BACKWARD_ELSEWHERE: _Table = {
     2: {
         64: _backward(64, 32, 64, 32, 4, 2),
         128: _backward(64, 32, 64, 32, 8, 2),
@@ -61,15 +62,32 @@ BACKWARD_ELSEWHERE = {
     },
     4: {},
 }
+#: The tiles above need 101 KB and 128 KB of shared memory. These have been built, and never run.
+_BACKWARD_IN_99_KB: _Table = {
+    2: {256: _backward(64, 32, 64, 32, 8, 1, split=True), 512: _backward(32, 16, 32, 16, 8, 1, split=True)},
+    4: {},
+}
 
-_Table = dict[int, dict[int, dict[str, Any]]]
+#: The tables of each family. The tiles of a table replace those of the tables before it.
+FORWARD: dict[Family, tuple[_Table, ...]] = {
+    "ampere": (_FORWARD, _FORWARD_ELSEWHERE),
+    "consumer": (_FORWARD, _FORWARD_ELSEWHERE),
+    "hopper": (_FORWARD,),
+    "blackwell": (_FORWARD, _FORWARD_ELSEWHERE),
+}
+BACKWARD: dict[Family, tuple[_Table, ...]] = {
+    "ampere": (_BACKWARD, _BACKWARD_ELSEWHERE),
+    "consumer": (_BACKWARD, _BACKWARD_ELSEWHERE, _BACKWARD_IN_99_KB),
+    "hopper": (_BACKWARD,),
+    "blackwell": (_BACKWARD, _BACKWARD_ELSEWHERE),
+}
 
 
-def _choices(table: _Table, elsewhere: _Table, query: Any, value: Any) -> list[dict[str, Any]]:
+def _choices(tables: dict[Family, tuple[_Table, ...]], query: Any, value: Any) -> list[dict[str, Any]]:
     size, width = query.get_dtype().itemsize, _width(query, value)
-    by_width = dict(table[size])
-    if Target.of(query.get_device()).family != "hopper":
-        by_width.update(elsewhere[size])
+    by_width: dict[int, dict[str, Any]] = {}
+    for table in tables[Target.of(query.get_device()).family]:
+        by_width.update(table[size])
     fitting = [tile for widest, tile in by_width.items() if width <= widest]
     return fitting if inductor_config.max_autotune else fitting[:1]
 
@@ -79,9 +97,9 @@ def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
 
     This is one tile; under max-autotune the tiles of wider heads are tried too.
     """
-    return _choices(FORWARD, FORWARD_ELSEWHERE, query, value)
+    return _choices(FORWARD, query, value)
 
 
 def backward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
     """The tiles for the backward template, chosen as in ``forward_configs``."""
-    return _choices(BACKWARD, BACKWARD_ELSEWHERE, query, value)
+    return _choices(BACKWARD, query, value)

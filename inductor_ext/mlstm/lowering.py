@@ -16,6 +16,7 @@ import torch
 from ..core import kernels
 from ..core.kernel_op import KernelOp, needs_triton
 from ..core.report import record, user_line
+from ..core.target import Target
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, full, node_layout, realize, require_contiguous
 from ..torch_api.lowering import V, empty, empty_strided
@@ -72,7 +73,7 @@ def _template_options(query: Any, value: Any, scale: float) -> dict[str, Any]:
         "EVEN": sizevars.statically_known_true(sympy.Eq(Mod(length, kernels.LARGEST_TILE), 0)),
         "LOG2_SCALE": math.log2(scale),
         "EXACT_GATES": query.get_dtype().itemsize == 4,
-        "FLOAT32_PRECISION": kernels.float32_precision(),
+        "FLOAT32_PRECISION": kernels.float32_precision(Target.of(query.get_device())),
     }
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from inductor_ext.attention import hoisting
+from inductor_ext.core.target import Target
 from tests.support.emitted import triton_sources
 from tests.support.targets import on_target
 
@@ -37,17 +38,18 @@ def scaled_and_gathered(table, **options):
 ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
 
 
-def sources(name, dtype=torch.bfloat16, arch=90, **options):
-    """Triton source of the forward and the backward kernel; before 9.0 the backward takes two
-    passes and nothing moves by TMA.
+def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):
+    """Triton source of the forward and the backward kernel.
+
+    Only on data centre GPUs since 9.0 does the backward take one pass, and do tiles move by TMA.
 
     ``options`` are kernel_options.
     """
     table = torch.zeros(2, 2 * LENGTH, requires_grad=True)
-    inputs = [torch.zeros(1, 2, LENGTH, DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
+    inputs = [torch.zeros(1, 2, LENGTH, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     # The lengths stand for long ones, whose lookups by query and key are not made into tables.
     in_the_kernel = mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0)
     with on_target(architecture=arch), in_the_kernel:
         compiled = torch.compile(ATTENTIONS[name](table, kernel_options=options or None), backend="gradfuse", fullgraph=True)
-        forward, backward = triton_sources(compiled, *inputs, tma=arch >= 90)
+        forward, backward = triton_sources(compiled, *inputs, tma=Target.absent(arch).adds_tiles)
     return {"forward": forward, "backward": backward}

@@ -9,13 +9,10 @@ import sympy
 from torch.fx import Graph, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.target import Target
+from ...core.target import TMA_ALIGNMENT, Target
 from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
 from .base import Reduction, TiledKind
-
-#: TMA needs addresses and strides that are multiples of this number of bytes.
-TMA_ALIGNMENT = 16
 
 
 class Pair(TiledKind):

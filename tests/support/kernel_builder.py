@@ -1,0 +1,46 @@
+"""The process that builds kernels for the offline builds: one job for each line of stdin, one reply for each of stdout.
+
+It runs as a script in its own process, because Triton decides when it is imported whether kernels are interpreted.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+
+
+def build(job):
+    """Build one kernel. The cubin and the PTX are written next to its source; the reply has the shared memory in bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    spec = importlib.util.spec_from_file_location("kernel", job["path"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pointers = [i for i, kind in enumerate(job["signature"].values()) if kind.startswith("*")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
+    options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
+    built = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
+    with open(f"{job['path']}.cubin", "wb") as cubin, open(f"{job['path']}.ptx", "w") as ptx:
+        cubin.write(built.asm["cubin"])
+        ptx.write(built.asm["ptx"])
+    return {"shared": built.metadata.shared}
+
+
+def main():
+    """Answer jobs until stdin ends. A build that fails is answered with its traceback."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What compilers print does not get between the replies.
+    for line in sys.stdin:
+        try:
+            reply = build(json.loads(line))
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Build emitted kernels for GPUs that are not here, and read what a built kernel needs."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from inductor_ext.core.target import SHARED_MEMORY
+from tests.support import kernel_builder
+from tests.support.emitted import signature
+
+#: Since 9.0, ptxas counts as static what the driver reserves in each block. A device's limit does not include it.
+RESERVED_SINCE_HOPPER = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A kernel that was built for an architecture.
+
+    stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
+    """
+
+    name: str
+    arch: int
+    ptx: str
+    stack: int
+    shared_memory: int
+
+    def check(self, spills=0):
+        """Assert that no more than ``spills`` bytes are spilled, and that the GPU has enough shared memory."""
+        assert self.stack <= spills, f"{self.name} spills {self.stack} bytes on sm_{self.arch}, expected {spills}"
+        limit = SHARED_MEMORY[self.arch]
+        needs = f"{self.name} needs {self.shared_memory} bytes of shared memory, and sm_{self.arch} has {limit}"
+        assert self.shared_memory <= limit, needs
+
+
+class Builder:
+    """One process that builds kernels, one after the other: importing Triton and torch takes longer than most builds.
+
+    The process lives until the ``with`` block ends. If a build kills it, only that build fails, and the next build starts a
+    new process.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self._process = None
+        self._count = 0
+
+    def build(self, source, arch, num_warps, num_stages):
+        """Build the Triton source of one emitted kernel."""
+        name = re.search(r"^def (\w+)\(", source, re.MULTILINE).group(1)
+        # Triton reads the source again by its path, and Python remembers what it read, so each kernel has its own path.
+        self._count += 1
+        path = self.folder / f"kernel_{self._count}.py"
+        path.write_text(re.sub(r"@triton_heuristics\.template\(.*?\n\)\n", "", source, flags=re.DOTALL))
+        job = {"path": str(path), "name": name, "signature": signature(source), "arch": arch}
+        reply = self._answer({**job, "num_warps": num_warps, "num_stages": num_stages})
+        assert "error" not in reply, f"{name} for sm_{arch} was not built ({path}):\n{reply['error'][-3000:]}"
+        used = _resource_usage(f"{path}.cubin")
+        static = used["SHARED"] - (RESERVED_SINCE_HOPPER if arch >= 90 else 0)
+        return Built(name, arch, Path(f"{path}.ptx").read_text(), used["STACK"], reply["shared"] + static)
+
+    def _answer(self, job):
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        return {"error": f"the builder ended with {self._process.wait()}: {self._log.read_text()}"}
+
+    def _start(self):
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        self._end()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, kernel_builder.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+            )
+
+    @property
+    def _log(self):
+        return self.folder / "builder.log"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._end()
+
+    def _end(self):
+        if self._process is not None:
+            self._process.communicate()
+
+
+def _resource_usage(cubin):
+    """What the only kernel of a cubin uses, by the cuobjdump that Triton's package carries."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    done = subprocess.run([tool, "--dump-resource-usage", str(cubin)], capture_output=True, text=True, check=True)
+    (line,) = re.findall(r"REG:.*", done.stdout)
+    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", line)}
