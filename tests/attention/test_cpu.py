@@ -26,7 +26,7 @@ def test_graphs_match_float64(name):
 COMPILED = ["one_query_one_key", "odd_length", "gqa", "bfloat16", "pair_batch"]
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("name", COMPILED + [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in COMPILED])
 def test_matches_float64(name):
     CASES[name].check("cpu")

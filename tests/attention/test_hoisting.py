@@ -184,6 +184,7 @@ def scores_of(gm, inputs):
     return run.scores.double() - run.scores.double().mean(-1, keepdim=True)
 
 
+@pytest.mark.breadth(0)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
 def test_hoisting_changes_no_score(body):

@@ -23,7 +23,7 @@ def cases(names=None, slow=()):
     return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("case", cases(slow=SLOW))
 def test_matches_float64(case):
     with triton_on_cpu():

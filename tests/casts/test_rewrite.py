@@ -217,7 +217,7 @@ def same_bits(some, others):
     )
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(name):
     """The bits are those of eager mode, whose precision casts are emulated.
@@ -291,6 +291,7 @@ MOVES = {
 }
 
 
+@pytest.mark.breadth(0)
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(MOVES)), st.sampled_from([BF16, FP16, FP32, FP64])), min_size=1, max_size=7),

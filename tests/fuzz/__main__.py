@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from inductor_ext.core.table import progress
 
@@ -67,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 1 if a program failed."""
     given = _parser().parse_args(arguments)
     if given.worker:
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.ERROR)
+        torch.set_num_threads(1)
         message = json.load(sys.stdin)
         work([tuple(job) for job in message["jobs"]], Settings(**message["settings"]))
         return 0

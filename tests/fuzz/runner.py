@@ -111,16 +111,8 @@ def run_one(family: str, seed: int, settings: Settings) -> Outcome:
 
 def work(jobs: Sequence[tuple[str, int]], settings: Settings) -> None:
     """Run the jobs of a worker."""
-    import logging
-    import warnings
-
-    import torch
-
     from . import judge  # takes seconds, which must not count as those of a program
 
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)
-    torch.set_num_threads(1)
     for family, seed in jobs:
         print(MARK + json.dumps({"start": [family, seed]}), flush=True)
         print(MARK + json.dumps(asdict(run_one(family, seed, settings))), flush=True)

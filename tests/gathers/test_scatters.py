@@ -190,7 +190,7 @@ def gradients(function, x, chosen, weight):
     ]
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", PATHS, ids=lambda f: f.__name__)
 def test_as_exact_as_fp32_rounded_once(function, dtype):
@@ -339,7 +339,7 @@ MASKED = {
 }
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", MASKED)
 def test_lengths_that_data_decides(name, deterministic):

@@ -47,6 +47,7 @@ def test_matches_float64(name, small_blocks):
     CASES[name].check(compiled(CASES[name]))
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "scope", [eager_graphs, pytest.param(contextlib.nullcontext, marks=pytest.mark.slow)], ids=["graphs", "compiled"]
 )

@@ -83,7 +83,7 @@ def check(combine, run, xs, device, used=None, bound=1e-6):
     assert max(map(error, got, want)) < bound
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("combine", KINDS, ids=lambda f: f.__name__)
 def test_against_a_loop(combine, device):
