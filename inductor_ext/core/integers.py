@@ -33,9 +33,13 @@ def holds_integers(dtype: torch.dtype, low: Any, high: Any) -> bool:
 
 
 def exact_integers(dtype: torch.dtype) -> tuple[int, int]:
-    """The range in which a dtype represents every integer: all values of an integer type, 2**24 for fp32, 2**8 for bf16."""
+    """The range in which a dtype represents every integer: all values of an integer type, 2**24 for fp32, 2**8 for bf16.
+
+    A complex dtype represents the integers that its real part does.
+    """
     if dtype is torch.bool:
         return 0, 1
+    dtype = dtype.to_real() if dtype.is_complex else dtype
     if dtype.is_floating_point:
         # eps is the distance from 1 to the next number; the dtype has every integer up to 2 / eps.
         most = int(2 / torch.finfo(dtype).eps)

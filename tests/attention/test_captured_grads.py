@@ -57,6 +57,14 @@ def test_a_constant_that_does_not_fit_a_cast():
     assert constant_of(only.indices[1]) is None
 
 
+def test_an_index_cast_through_a_complex_dtype():
+    def score_mod(s, b, h, q, k, t):
+        return s + t[(s > 0).to(torch.complex64).to(torch.int64)]
+
+    _, ((only,),) = contributions(score_mod, torch.zeros(2))
+    assert only.on_score and constant_of(only.indices[0]) is None
+
+
 def test_zero_dim():
     _, ((only,),) = contributions(lambda s, b, h, q, k, t: s * t, torch.zeros(()))
     assert only.indices == ()
