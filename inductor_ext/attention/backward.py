@@ -138,7 +138,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
         generators[i + 1] = common.indices_for_autotuning
     all_captured = [*call.captured, *call.mask_captured]
     grad_key = autotune(
-        "gradfuse_flex_backward",
+        "gradfuse_flex_attention_backward",
         choices,
         [*inputs, *tables.buffers(), *captured.targets, *all_captured],
         grad_key_layout,

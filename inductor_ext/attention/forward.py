@@ -114,7 +114,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     }
     captured = [*call.captured, *call.mask_captured]
     out = autotune(
-        "gradfuse_flex_forward",
+        "gradfuse_flex_attention",
         choices,
         [*inputs, *tables.buffers(), *captured],
         layout,

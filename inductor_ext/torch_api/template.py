@@ -31,6 +31,8 @@ def autotune(
 ) -> Any:
     """Pick the fastest choice (the only one outside max-autotune) and return its output.
 
+    If ``name`` contains "flex_attention", Inductor writes the times of the choices to the file for which users ask by
+    ``TORCHINDUCTOR_FLEX_ATTENTION_LOGGING_FILE``; they are those of the backward if it contains "backward".
     The subgraphs' inputs and outputs are stored on the template buffer, because Inductor looks there for the symbolic
     integers that an inlined subgraph uses.
     """

@@ -1,7 +1,12 @@
 """The emitted Triton kernels, run by Triton's interpreter on CPU tensors: every case against float64."""
 
+import json
+
 import pytest
 import torch
+from torch._inductor import select_algorithm
+from torch._inductor.utils import fresh_cache
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.support.interpreter import triton_on_cpu
 
@@ -96,3 +101,19 @@ IN_THE_KERNEL = {"swin", "odd_strides_above_1024", "data_dependent_pair"}
 def test_lookups_in_the_kernel_match_float64(case, options):
     with triton_on_cpu():
         case.check("cpu", options={"disable": ["hoisting"], **options})
+
+
+def test_max_autotune_writes_the_times_of_its_choices_where_stock_does(tmp_path, monkeypatch):
+    """Users name the file by TORCHINDUCTOR_FLEX_ATTENTION_LOGGING_FILE, which Inductor reads once a process."""
+    written = tmp_path / "choices.json"
+    times = classmethod(lambda cls, choices, *_, **__: {choice: 1.0 + i for i, choice in enumerate(choices)})
+    monkeypatch.setattr(select_algorithm, "get_flex_attention_log_filename", lambda: str(written))
+    monkeypatch.setattr(select_algorithm.AlgorithmSelectorCache, "benchmark_choices", times)
+    query = torch.randn(1, 2, 16, 16, requires_grad=True)
+    with fresh_cache(), triton_on_cpu():
+        attention = torch.compile(flex_attention, backend="gradfuse", mode="max-autotune-no-cudagraphs")
+        attention(query, query, query, score_mod=lambda s, b, h, q, k: s * 2).sum().backward()
+    # The form of an entry differs between releases.
+    forward, backward = (str(entry) for entry in json.loads(written.read_text()))
+    assert "forward" in forward and "'BLOCK_M'" in forward and "num_warps" in forward
+    assert "backward" in backward and "'BLOCK_M1'" in backward
