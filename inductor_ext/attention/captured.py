@@ -268,7 +268,7 @@ def plan_gradients(
     result = CapturedGradients([subgraphs.expression(n) for n in inlining.lengths])
     for owner, parts in enumerate(inlined):
         result.learned.append(parts is not None)
-        table, wide = inlining.tables.of(owner), inlining.captured[owner].get_dtype().itemsize >= 4
+        table = inlining.tables.of(owner)
         once = _writes_once([part.contribution for part in parts or ()], inlining.lengths)
         for part in parts or ():
             if in_order and not once and part.contribution.on_score:
@@ -281,6 +281,7 @@ def plan_gradients(
                 reduction = table.kind.reduction(tma_allowed, result.lengths)
             else:
                 reduction = Reduction.SCATTER if all(part.contribution.axes[2:]) else Reduction.SUM
+            wide = inlining.captured[owner].get_dtype().itemsize >= 4
             result.inlined.extend(part.buffers)
             result.plans.append(Plan(owner, part.contribution, reduction, part.checked, table, wide, part.address))
     return result

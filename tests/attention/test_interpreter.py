@@ -117,3 +117,19 @@ def test_max_autotune_writes_the_times_of_its_choices_where_stock_does(tmp_path,
     forward, backward = (str(entry) for entry in json.loads(written.read_text()))
     assert "forward" in forward and "'BLOCK_M'" in forward and "num_warps" in forward
     assert "backward" in backward and "'BLOCK_M1'" in backward
+
+
+def test_a_captured_number_of_symbolic_value():
+    """Under ``dynamic`` a captured int is a symbol, and no tensor."""
+
+    def attend(query, heads):
+        return flex_attention(query, query, query, score_mod=lambda s, b, h, q, k: s + (k - q) * ((h + 1) / heads))
+
+    query = torch.randn(1, 2, 16, 16, requires_grad=True)
+    with triton_on_cpu():
+        out = torch.compile(attend, backend="gradfuse", dynamic=True)(query, 7)
+        (got,) = torch.autograd.grad(out.square().sum(), query)
+    exact, at = query.detach().double().requires_grad_(), torch.arange(16)
+    bias = (at - at[:, None]) * ((torch.arange(2.0).double() + 1) / 7)[:, None, None]
+    (want,) = torch.autograd.grad(((exact @ exact.mT / 4 + bias).softmax(-1) @ exact).square().sum(), exact)
+    assert (got - want).norm() < 1e-5 * want.norm()
