@@ -45,8 +45,9 @@ class Plan:
     """How one contribution goes to memory.
 
     owner: the number of the captured tensor to which it belongs. checked: the index may be out of bounds. table: the table
-    that the tensor is, if it is read by tile. wide: the tensor has at least four bytes for each element. address: the graph
-    that computes the offset, with which a workspace is scattered afterwards, or None if the index is plain.
+    that the tensor is, if tiles are read of it and added to its gradient. wide: the tensor has at least four bytes for each
+    element. address: the graph that computes the offset, with which a workspace is scattered afterwards, or None if the index
+    is plain.
     """
 
     owner: int
@@ -270,6 +271,9 @@ def plan_gradients(
         result.learned.append(parts is not None)
         table = inlining.tables.of(owner)
         once = _writes_once([part.contribution for part in parts or ()], inlining.lengths)
+        if parts and table is not None:
+            itemsize = inlining.captured[owner].get_dtype().itemsize if once else torch.float32.itemsize
+            table = table if table.kind.writable(parts[0].contribution.shape, itemsize) else None
         for part in parts or ():
             if in_order and not once and part.contribution.on_score:
                 raise NotInOrder

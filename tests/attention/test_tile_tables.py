@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.support.emitted import triton_sources
+from tests.support.interpreter import triton_on_cpu
 
 S = 32
 
@@ -43,6 +44,29 @@ def test_other_pairs_are_read_by_element(name, monkeypatch):
     monkeypatch.setattr("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 0)
     make, score_mod = BY_ELEMENT[name]
     assert "blocks_of_table_0" not in forward_source(make(), score_mod)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one writer", "several writers"])
+def test_a_gradient_without_the_padding_of_its_table(shared):
+    """A row of 36 elements is aligned, and a row of 33 is not: TMA reads this table, and cannot write its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(*([2, S, 36] if shared else [2, 2, S, 36]), generator=generator)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=generator, requires_grad=True) for n in (S, 33, 33))
+
+    def bias(t):
+        return lambda s, b, h, i, j: s + (t[h, i, j] if shared else t[b, h, i, j])
+
+    def attend(q, k, v, rows):
+        return flex_attention(q, k, v, score_mod=bias(rows[..., :33]), kernel_options={"bwd_ONE_PASS": True})
+
+    table = rows.clone().requires_grad_()
+    with triton_on_cpu(tma=True):
+        (got,) = torch.autograd.grad(torch.compile(attend, backend="gradfuse")(q, k, v, table).square().sum(), table)
+    exact = rows.double().requires_grad_()
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    out = (q @ k.mT / 4 + exact[..., :33]).softmax(-1) @ v
+    (want,) = torch.autograd.grad(out.square().sum(), exact)
+    assert (got - want).norm() < 1e-5 * want.norm()
 
 
 def test_a_diagonal_is_spread_over_the_tile():

@@ -94,6 +94,13 @@ class TiledKind(FootprintKind):
         """Return whether the kernel can read this table (an IR node) by tile. If not, it reads single elements."""
         return True
 
+    def writable(self, shape: Sequence[Any], itemsize: int) -> bool:
+        """Return whether the kernel can add whole tiles to a contiguous gradient of ``shape``. If not, it adds elements.
+
+        ``itemsize``: the bytes of an element of the gradient.
+        """
+        return True
+
     def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
         """Return how contributions with several writers are added. ``tma``: whether TMA can add whole tiles."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ import sympy
 from torch.fx import Graph, Node
 
 from ...core.dynamo_graph import Inserter
+from ...core.subgraphs import expression
 from ...core.target import TMA_ALIGNMENT, Target
 from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
@@ -53,6 +54,10 @@ class Pair(TiledKind):
         known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
         rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
         return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
+
+    def writable(self, shape: Sequence[Any], itemsize: int) -> bool:
+        """Return whether the rows of the gradient are aligned. It has no padding between its rows, as the table may have."""
+        return V.graph.sizevars.statically_known_true(sympy.Eq(expression(shape[-1]) * itemsize % TMA_ALIGNMENT, 0))
 
     def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
         """TMA adds whole tiles; without TMA single elements are added."""
