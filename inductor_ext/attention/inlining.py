@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ..core import subgraphs
+from ..core.fx import dtype_of, fake_tensor
 from ..torch_api.ir import input_buffer
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
@@ -92,6 +93,7 @@ class Inlining:
     def _lowered(self, module: GraphModule, inputs_of: Callable[[Graph], ScoreMod], operands: Sequence[Any]) -> list[Any]:
         """Make ``module`` ready and lower each of its results."""
         inputs = inputs_of(module.graph)
+        _narrow_float64(module.graph)
         tiles = self._read_by_tile(module, inputs)
         clamp_reads(module, inputs.ranges(self.lengths))
         return subgraphs.inline(module, self._placeholders(operands), [*self.captured, *tiles])
@@ -116,6 +118,19 @@ class Inlining:
 
     def _placeholders(self, operands: Sequence[tuple[str, torch.dtype]]) -> list[Any]:
         return [input_buffer(name, dtype, self.device) for name, dtype in operands]
+
+
+def _narrow_float64(graph: Graph) -> None:
+    """Cast float64 results, which a score_mod has if it reads a float64 tensor, to the fp32 in which a kernel computes."""
+    output = graph.find_nodes(op="output")[0]
+
+    def narrowed(result: Node) -> Node:
+        if fake_tensor(result) is None or dtype_of(result) is not torch.float64:
+            return result
+        with graph.inserting_before(output):
+            return graph.call_function(torch.ops.prims.convert_element_type.default, (result, torch.float32))
+
+    output.args = torch.fx.map_arg(output.args, narrowed)
 
 
 def _return_zero(graph: Graph, device: torch.device) -> None:

@@ -133,3 +133,32 @@ def test_a_captured_number_of_symbolic_value():
     bias = (at - at[:, None]) * ((torch.arange(2.0).double() + 1) / 7)[:, None, None]
     (want,) = torch.autograd.grad(((exact @ exact.mT / 4 + bias).softmax(-1) @ exact).square().sum(), exact)
     assert (got - want).norm() < 1e-5 * want.norm()
+
+
+FLOAT64 = {
+    "number": ((), lambda t: lambda s, b, h, q, k: s * t),
+    "row": ((2, 16), lambda t: lambda s, b, h, q, k: s * t[h, q]),
+    "diagonal": ((2, 32), lambda t: lambda s, b, h, q, k: s + t[h, q - k + 16]),
+    "pair": ((2, 16, 16), lambda t: lambda s, b, h, q, k: s + t[h, q, k]),
+    "written_once": ((1, 2, 16, 16), lambda t: lambda s, b, h, q, k: s + t[b, h, q, k]),
+}
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("tma", [False, True], ids=["by element", "tma"])
+@pytest.mark.parametrize("name", FLOAT64)
+def test_a_float64_tensor_beside_fp32_queries(name, tma):
+    shape, score_mod = FLOAT64[name]
+    table = (torch.rand(shape, dtype=torch.float64) + 0.5).requires_grad_()
+    query = torch.randn(1, 2, 16, 16, requires_grad=True)
+    with triton_on_cpu(tma=tma):
+        attend = torch.compile(lambda q, t: flex_attention(q, q, q, score_mod=score_mod(t)), backend="gradfuse")
+        out = attend(query, table)
+        got = torch.autograd.grad(out.square().sum(), [query, table])
+    exact = query.detach().double().requires_grad_()
+    b, h, q, k = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate((1, 2, 16, 16)))
+    dense = score_mod(table)(exact @ exact.mT / 4, b, h, q, k).softmax(-1) @ exact
+    want = torch.autograd.grad(dense.square().sum(), [exact, table])
+    assert out.dtype == torch.float32
+    for mine, right in zip(got, want, strict=True):
+        assert (mine - right).norm() < 1e-5 * right.norm()
