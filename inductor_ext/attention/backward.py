@@ -100,7 +100,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     tables = tile_tables(score_graph, call.kernel_options, call.captured)
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     tma_allowed = _tma_allowed(options, device, call.kernel_options)
-    grad_score_buffer, contributions = inlining.joint(joint)
+    grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)
     captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
     one_pass = _one_pass(options, call, captured)
     grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)

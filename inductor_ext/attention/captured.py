@@ -46,8 +46,8 @@ class Plan:
 
     owner: the number of the captured tensor to which it belongs. checked: the index may be out of bounds. table: the table
     that the tensor is, if tiles are read of it and added to its gradient. wide: the tensor has at least four bytes for each
-    element. address: the graph that computes the offset, with which a workspace is scattered afterwards, or None if the
-    index is plain.
+    element. address: the graph that computes the offset, with which a workspace is scattered afterwards, or None if
+    nothing is.
     """
 
     owner: int

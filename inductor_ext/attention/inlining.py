@@ -33,7 +33,7 @@ class InlinedContribution:
     """A contribution to a captured gradient with its subgraphs.
 
     buffers: its value, its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of
-    offset and in_bounds, to be run on all positions at once, or None if the index is plain.
+    offset and in_bounds, to be run on all positions at once, or None where that is not needed.
     """
 
     contribution: Contribution
@@ -68,19 +68,25 @@ class Inlining:
         (buffer,) = subgraphs.inline(module, self._placeholders(_POSITIONS), self.mask_captured)
         return buffer
 
-    def joint(self, joint: JointGraph) -> tuple[Any, list[list[InlinedContribution] | None]]:
-        """Lower the gradient of the score, and the contributions to the gradient of each captured tensor."""
+    def joint(self, joint: JointGraph, in_order: bool) -> tuple[Any, list[list[InlinedContribution] | None]]:
+        """Lower the gradient of the score, and the contributions to the gradient of each captured tensor.
+
+        in_order: no atomics are used, so that a contribution whose index is not plain needs its address a second time.
+        """
         module = returning(joint.module, [] if joint.grad_score is None else [joint.grad_score])
         if joint.grad_score is None:
             _return_zero(module.graph, self.device)
         (grad_score,) = self._lowered(module, ScoreMod.of_joint, _JOINT)
-        return grad_score, [None if c is None else [self._contribution(joint, x) for x in c] for c in joint.captured]
+        return grad_score, [
+            None if contributions is None else [self._contribution(joint, c, in_order) for c in contributions]
+            for contributions in joint.captured
+        ]
 
-    def _contribution(self, joint: JointGraph, contribution: Contribution) -> InlinedContribution:
+    def _contribution(self, joint: JointGraph, contribution: Contribution, in_order: bool) -> InlinedContribution:
         value = returning(joint.module, [contribution.value])
         target, checked = self._address(joint, contribution)
         buffers = [buffer for module in (value, target) for buffer in self._lowered(module, ScoreMod.of_joint, _JOINT)]
-        if contribution.plain:
+        if contribution.plain or not in_order:
             return InlinedContribution(contribution, buffers, checked)
         over_tensors, _ = self._address(joint, contribution)
         clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
