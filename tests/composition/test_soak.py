@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 from pathlib import Path
 
@@ -52,8 +53,32 @@ def train(model, function, steps, device, seen=lambda step: None):
     return losses
 
 
-def soak(device, steps, allowed, **options):
-    """Train for some steps, and check that the memory grows by at most ``allowed`` bytes."""
+@dataclasses.dataclass
+class Soak:
+    """What a long training showed.
+
+    graphs: the number of compiled graphs after the first steps and at the end. grown: the bytes by which the memory grew in
+    between. losses, eager: the losses of the compiled model and of eager mode.
+    """
+
+    graphs: tuple[int, int]
+    grown: int
+    losses: list[float]
+    eager: list[float]
+
+    def beside_eager(self):
+        """Whether the losses agree within the noise of the last batches. Rounding makes two runs differ after some steps."""
+        steps = len(self.losses)
+        for part in (slice(0, 10), slice(steps - steps // 6, steps)):
+            mine, theirs = torch.tensor(self.losses[part]), torch.tensor(self.eager[part])
+            noise = float(theirs.std()) / len(theirs) ** 0.5
+            if abs(float(mine.mean() - theirs.mean())) >= max(2 * noise, 0.02):
+                return False
+        return True
+
+
+def soak(device, steps, **options):
+    """Train for some steps, compiled and in eager mode."""
     torch.manual_seed(0)
     model = LanguageModel(width=64, heads=2, layers=2).to(device)
     eager = copy.deepcopy(model)
@@ -70,23 +95,19 @@ def soak(device, steps, allowed, **options):
 
     losses = train(model, compiled, steps, device, seen)
     (graphs, before), (graphs_at_the_end, after) = marks.values()
-    assert graphs_at_the_end == graphs, f"{graphs_at_the_end - graphs} recompilations after step {SETTLED}"
-    assert graphs <= len(LENGTHS)
-    assert after - before <= allowed, f"memory grew by {(after - before) / 2**20:.1f} MiB"
     wanted = train(eager, lambda tokens, _mask: eager(tokens, None), steps, device)
-    # Because of rounding two runs differ after some steps. Their losses agree within the noise of the last batches.
-    for part in (slice(0, 10), slice(steps - steps // 6, steps)):
-        mine, theirs = torch.tensor(losses[part]), torch.tensor(wanted[part])
-        noise = float(theirs.std()) / len(theirs) ** 0.5
-        assert abs(float(mine.mean() - theirs.mean())) < max(2 * noise, 0.02), (part, mine.mean(), theirs.mean())
-    assert losses[-1] < losses[0] - 1
+    return Soak((graphs, graphs_at_the_end), after - before, losses, wanted)
 
 
 @pytest.mark.slow
 def test_three_hundred_steps_on_the_cpu():
     """The rewritten graphs run op by op: gradfuse and Dynamo can leak and recompile, and generated code cannot."""
     with eager_graphs():
-        soak("cpu", 300, allowed=64 * 2**20, dynamic=True)
+        run = soak("cpu", 300, dynamic=True)
+    assert run.graphs[0] == run.graphs[1] <= len(LENGTHS)
+    assert run.grown <= 64 * 2**20
+    assert run.losses[-1] < run.losses[0] - 1
+    assert run.beside_eager()
 
 
 @pytest.mark.gpu
@@ -95,4 +116,8 @@ def test_three_hundred_steps_on_the_cpu():
 def test_two_thousand_steps_on_a_gpu(dynamic):
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=16))
-        soak("cuda", 2000, allowed=0, dynamic=dynamic)
+        run = soak("cuda", 2000, dynamic=dynamic)
+    assert run.graphs[0] == run.graphs[1] <= len(LENGTHS)
+    assert run.grown <= 0
+    assert run.losses[-1] < run.losses[0] - 1
+    assert run.beside_eager()
