@@ -1,0 +1,37 @@
+"""The rows of ``results/*.json``, as the tables and the plots of the documents take them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+
+from .runner import RESULTS
+
+#: The bandwidth of the bounds, 4.3 TB/s.
+BYTES_PER_MS = 4.3e9
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def measured(result: dict[str, Any]) -> pd.DataFrame:
+    """The rows of a file of results, with what tables show of them as text."""
+    rows = pd.DataFrame(result["rows"])
+    if "refused" not in rows:
+        rows["refused"] = None
+    for direction in ("forward", "backward"):
+        rows[direction] = rows[f"{direction}_ms"].map("{:.2f}".format).where(rows.refused.isna(), "refused")
+        if f"{direction}_kernels_ms" in rows:
+            rows[direction] += rows[f"{direction}_kernels_ms"].map(" ({:.2f})".format)
+    if "error" in rows:
+        rows["worst"] = rows.error.map(lambda errors: f"{max(errors):.1e}", na_action="ignore")
+    return rows
+
+
+def by_peer(rows: pd.DataFrame, index: str | list[str], values: list[str]) -> pd.DataFrame:
+    """One line a case, in the order of the rows, with the columns (value, peer)."""
+    wide = rows.pivot_table(values, index, "peer", aggfunc="first", sort=False)
+    return wide.reindex(rows.set_index(index).index.unique())
