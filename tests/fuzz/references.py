@@ -22,18 +22,24 @@ largest_score: list[float] = []
 
 
 class _Attend(torch.autograd.Function):
-    """softmax(scores) @ value and the logsumexp, with the roundings of a flash kernel: see ``Case.rounded_once``."""
+    """softmax(scores) @ value and the logsumexp, with the roundings of a flash kernel: see ``Case.rounded_once``.
+
+    The backward is that of PyTorch's flex_attention in eager mode too: the probabilities from the logsumexp, and the sum
+    over keys from the output. Where contributions cancel, it rounds worse than the backward of softmax does.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, hidden: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         probabilities = torch.softmax(scores, -1).masked_fill(hidden, 0.0)
         out = (probabilities.to(dtype).to(value.dtype) @ value).to(dtype)
-        ctx.save_for_backward(probabilities, value, out)
-        return out, torch.logsumexp(scores, -1).masked_fill(hidden[..., 0], -math.inf)
+        logsumexp = torch.logsumexp(scores, -1)
+        ctx.save_for_backward(scores, logsumexp, hidden, value, out)
+        return out, logsumexp.masked_fill(hidden[..., 0], -math.inf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, logsumexp_grad: Tensor | None) -> tuple[Tensor, None, Tensor, None]:
-        probabilities, value, out = ctx.saved_tensors
+        scores, logsumexp, hidden, value, out = ctx.saved_tensors
+        probabilities = (scores - logsumexp[..., None]).exp().masked_fill(hidden, 0.0)
         work = value.dtype
         delta = (out.to(work) * grad.to(work)).sum(-1, keepdim=True)
         if logsumexp_grad is not None:
@@ -115,7 +121,7 @@ def dense_attention(operand_dtype: torch.dtype) -> Callable[..., Any]:
             scores = scores.masked_fill(~allowed, -math.inf)
         hidden = scores.isneginf().all(-1, keepdim=True)
         scores = scores.masked_fill(hidden, 0.0)
-        if half:
+        if operand_dtype is not torch.float64:
             out, logsumexp = _Attend.apply(scores, hidden, value, operand_dtype)
             return (out, logsumexp) if return_lse else out
         logsumexp = torch.logsumexp(scores, -1).masked_fill(hidden[..., 0], -math.inf)
