@@ -11,6 +11,7 @@ from inductor_ext.attention.captured import CapturedGradients, Plan
 from inductor_ext.attention.captured_grads import Contribution
 from inductor_ext.attention.kinds import Reduction
 from inductor_ext.attention.tiles import backward_config, forward_config
+from inductor_ext.attention.writers import Writers
 from inductor_ext.core.target import Target
 from tests.attention.attention_kernels import ATTENTIONS, sources
 from tests.mlstm.test_compiled import emitted
@@ -62,10 +63,13 @@ def gradients(*kinds):
     axes = {Reduction.SUM: (False, True, False, False)}
 
     def contribution(axes):
-        return Contribution(None, (None,), (1,), (None,), axes, on_score=False)
+        return Contribution(None, (None,), (1,), (None,), axes, (True,), on_score=False)
 
-    plans = [Plan(i, contribution(axes.get(k, (True,) * 4)), k, False, None, wide=False) for i, k in enumerate(kinds)]
-    return CapturedGradients([], plans=plans)
+    def plan(owner, kind):
+        made = contribution(axes.get(kind, (True,) * 4))
+        return Plan(owner, made, Writers((False,) * 4, 0, 0), kind, False, False, None, wide=False)
+
+    return CapturedGradients([], plans=[plan(i, kind) for i, kind in enumerate(kinds)])
 
 
 CAPTURED = {
@@ -73,6 +77,7 @@ CAPTURED = {
     "causal": gradients(),
     "relative": gradients(Reduction.STRIP),
     "scaled_and_gathered": gradients(Reduction.SUM, Reduction.SCATTER),
+    "rows_and_columns_of_an_image": gradients(Reduction.SCATTER, Reduction.SCATTER),
 }
 
 

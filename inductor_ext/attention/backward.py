@@ -17,7 +17,7 @@ import torch
 
 from ..core.report import leave_to_stock, record, user_line
 from ..core.target import TMA_ALIGNMENT, Target
-from ..core.templates import load
+from ..core.templates import Listed, load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
@@ -117,7 +117,9 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     template_options["ONE_PASS"] = one_pass
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and rows_aligned
-    inlined = [inlining.score(score_graph), grad_score_buffer, inlining.mask(mask_graph), *captured.inlined]
+    score_buffer, reads, read_buffers = inlining.score(score_graph)
+    inlined = [score_buffer, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *read_buffers]
+    template_options.update(inlining.options() | {"READS": Listed(reads)})
     tilings = _tilings(call, template_options, captured)
     captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
@@ -184,8 +186,10 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
+    largest = common.largest_tile(call)
+    largest["M"] = min(largest["M"], captured.tallest_tile)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
-    return list(common.tile_choices(template_options, "bwd", configs, tiles, captured.tallest_tile))
+    return list(common.tile_choices(template_options, "bwd", configs, tiles, largest))
 
 
 def _delta(call: BackwardCall) -> Any:

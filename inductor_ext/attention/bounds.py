@@ -50,7 +50,7 @@ def interval(node: Any, extents: dict[Node, Any], known: dict[Node, Interval] | 
 
 
 def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Interval]) -> Interval:
-    rule = _INTERVAL_RULES.get(node.target)
+    rule = _INTERVAL_RULES.get((node.target, node.kwargs.get("rounding_mode"))) or _INTERVAL_RULES.get(node.target)
     value = fake_tensor(node)
     if value is None or value.is_floating_point() or value.is_complex():
         return UNBOUNDED
@@ -86,6 +86,11 @@ def _abs(x: Interval) -> Interval:
 
 def _floor_divide(x: Interval, y: Interval, *_: Any) -> Interval:
     return (x[0] // y[0], x[1] // y[0]) if None not in x and y[0] == y[1] and (y[0] or 0) > 0 else UNBOUNDED
+
+
+def _truncated_divide(x: Interval, y: Interval, *_: Any) -> Interval:
+    # Both round a number that is not negative in the same way.
+    return _floor_divide(x, y) if x[0] is not None and x[0] >= 0 else UNBOUNDED
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
@@ -127,6 +132,8 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
     aten.mul.Tensor: _mul,
     aten.abs.default: _abs,
     aten.floor_divide.default: _floor_divide,
+    (aten.div.Tensor_mode, "floor"): _floor_divide,
+    (aten.div.Tensor_mode, "trunc"): _truncated_divide,
     aten.remainder.Scalar: _remainder,
     aten.remainder.Tensor: _remainder,
     aten.bitwise_left_shift.Tensor_Scalar: _shift_left,

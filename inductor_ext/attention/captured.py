@@ -6,7 +6,7 @@ a diagonal                                STRIP    TMA adds whole tiles to a ske
                                           DIAGONAL without TMA: summed along the diagonals of a tile
 a pair of positions                       BLOCK    with TMA: whole tiles are added
 does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
-anything else                             SCATTER  one fp32 add for each score
+anything else                             SCATTER  one fp32 add for each score, or for scores of a tile that share an element
 any of these, deterministic               PARTIAL  stored into a workspace, which is summed afterwards (deterministic.py)
 """
 
@@ -32,6 +32,7 @@ from .inlining import InlinedContribution, Inlining
 from .kinds import PAIR, Reduction
 from .kinds.diagonals import STRIP_ROWS, strip_shape
 from .tile_tables import TileTable
+from .writers import Writers
 
 aten = torch.ops.aten
 
@@ -44,7 +45,8 @@ class NotInOrder(Exception):
 class Plan:
     """How one contribution goes to memory.
 
-    owner: the number of the captured tensor to which it belongs. checked: the index may be out of bounds. table: the table
+    owner: the number of the captured tensor to which it belongs. writers: which scores are added to one element. everywhere:
+    it writes every element of the gradient, if no score is hidden. checked: the index may be out of bounds. table: the table
     that the tensor is, if tiles are read of it and added to its gradient. wide: the tensor has at least four bytes for each
     element. address: the graph that computes the offset, with which a workspace is scattered afterwards, or None if
     nothing is.
@@ -52,7 +54,9 @@ class Plan:
 
     owner: int
     contribution: Contribution
+    writers: Writers
     reduction: Reduction
+    everywhere: bool
     checked: bool
     table: TileTable | None
     wide: bool
@@ -83,6 +87,12 @@ class Plan:
             checked=self.checked,
             one_writer=self.reduction is Reduction.STORE,
             partial=self.reduction is Reduction.PARTIAL,
+            rank=len(self.contribution.shape),
+            varying_rank=max((i for i, varies in enumerate(self.contribution.varying, 1) if varies), default=0),
+            distinct_queries=self.writers.determined[2],
+            distinct_keys=self.writers.determined[3],
+            query_cycle=self.writers.query_cycle,
+            key_cycle=self.writers.key_cycle,
         )
 
     @property
@@ -98,7 +108,10 @@ class TemplateContribution:
 
     adds: the reduction whose macro adds a tile of it. kind: the kind of its table, or "" if it has no table. by_batch,
     by_head, by_query, by_key: whether its offset depends on each of these. checked: the offset may be out of bounds.
-    one_writer: it is stored and not added. partial: it is stored into a workspace.
+    one_writer: it is stored and not added. partial: it is stored into a workspace. rank: the number of dims of the tensor.
+    varying_rank: the number of dims up to the last whose index depends on the query or the key. distinct_queries,
+    distinct_keys: scores of different queries (keys) are added to different elements. query_cycle, key_cycle: the same holds
+    within a tile whose length divides this number, which is 0 if there is none.
     """
 
     number: int
@@ -111,6 +124,12 @@ class TemplateContribution:
     checked: bool
     one_writer: bool
     partial: bool
+    rank: int
+    varying_rank: int
+    distinct_queries: bool
+    distinct_keys: bool
+    query_cycle: int
+    key_cycle: int
 
     @property
     def name(self) -> str:
@@ -220,7 +239,7 @@ class CapturedGradients:
     def _buffer(self, plans: list[Plan], tensor: Any, device: torch.device, unmasked: bool) -> Any:
         size = tensor.get_size()
         one_writer = any(plan.reduction is Reduction.STORE for plan in plans)
-        if one_writer and unmasked:
+        if one_writer and unmasked and plans[0].everywhere:
             return empty_strided(size, contiguous_strides(size), dtype=tensor.get_dtype(), device=device)
         if one_writer:
             return full(size, 0, tensor.get_dtype(), device)
@@ -270,7 +289,7 @@ def plan_gradients(
     for owner, parts in enumerate(inlined):
         result.learned.append(parts is not None)
         table = inlining.tables.of(owner)
-        once = _writes_once([part.contribution for part in parts or ()], inlining.lengths)
+        once = _writes_once(parts or (), inlining.lengths)
         if parts and table is not None:
             itemsize = inlining.captured[owner].get_dtype().itemsize if once else torch.float32.itemsize
             table = table if table.kind.writable(parts[0].contribution.shape, itemsize) else None
@@ -287,21 +306,29 @@ def plan_gradients(
                 reduction = Reduction.SCATTER if all(part.contribution.axes[2:]) else Reduction.SUM
             wide = inlining.captured[owner].get_dtype().itemsize >= 4
             result.inlined.extend(part.buffers)
-            result.plans.append(Plan(owner, part.contribution, reduction, part.checked, table, wide, part.address))
+            everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)
+            plan = Plan(
+                owner, part.contribution, part.writers, reduction, everywhere, part.checked, table, wide, part.address
+            )
+            result.plans.append(plan)
     return result
 
 
-def _writes_once(contributions: Sequence[Contribution], lengths: Sequence[Any]) -> bool:
-    """Return whether every element of a gradient gets one value from one score: ``t[b, h, q, k]`` in any order.
+def _writes_once(parts: Sequence[InlinedContribution], lengths: Sequence[Any]) -> bool:
+    """Return whether every element of a gradient gets a value from at most one score: ``t[b, h, q, k]`` above all.
 
-    Both q and k must be among the indices, even if there is only one query or key. A tensor that they do not index has a
-    gradient that is summed and added.
+    The indices must determine q and k even if there is only one query or key. A tensor that they do not index has a gradient
+    that is summed and added.
     """
-    if len(contributions) != 1:
+    if len(parts) != 1:
         return False
-    (contribution,) = contributions
+    determined = parts[0].writers.determined
+    return all(determined[2:]) and all(d or statically_known_true(n == 1) for d, n in zip(determined, lengths, strict=True))
+
+
+def _writes_everywhere(contribution: Contribution, lengths: Sequence[Any]) -> bool:
+    """Return whether a contribution that determines all positions writes all elements."""
     positions = contribution.positions
-    if None in positions or not contribution.plain or not {2, 3} <= set(positions):
+    if not contribution.plain or None in positions:
         return False
-    whole = all(statically_known_true(lengths[p] == n) for p, n in zip(positions, contribution.shape, strict=True))
-    return whole and all(statically_known_true(n == 1) for p, n in enumerate(lengths) if p not in positions)
+    return all(statically_known_true(lengths[p] == n) for p, n in zip(positions, contribution.shape, strict=True))

@@ -38,8 +38,9 @@ class Contribution:
 
     value: a scalar node of the joint graph. indices: one scalar node or int for each dim of the captured tensor, which has
     this shape. positions: for each index, which of b, h, q, k (0 to 3) it is, or None if it is something else. axes: for
-    each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. on_score:
-    whether the indices are computed from the score or from its gradient, so that they may be different for every score.
+    each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. varying: for each
+    index, whether it depends on q or k. on_score: whether the indices are computed from the score or from its gradient, so
+    that they may be different for every score.
     """
 
     value: Node
@@ -47,6 +48,7 @@ class Contribution:
     shape: tuple[Any, ...]
     positions: tuple[int | None, ...]
     axes: tuple[bool, ...]
+    varying: tuple[bool, ...]
     on_score: bool
 
     @property
@@ -90,11 +92,14 @@ def take_apart(module: GraphModule) -> JointGraph:
 def _contribution(inputs: ScoreMod, shape: tuple[Any, ...], value: Node, indices: Sequence[Any]) -> Contribution:
     constants = (constant_of(i) for i in indices)
     indices = tuple(i if c is None else c for i, c in zip(indices, constants, strict=True))
-    reached = cone(*(i for i in indices if isinstance(i, Node)))
-    on_score = not reached.isdisjoint((inputs.score, inputs.grad_score))
+    cones = [set(cone(i)) if isinstance(i, Node) else set() for i in indices]
+    reached = set().union(*cones)
+    scores = inputs.score, inputs.grad_score
+    on_score = not reached.isdisjoint(scores)
     axes = tuple(on_score or position in reached for position in inputs.positions)
+    varying = tuple(not one.isdisjoint((inputs.q, inputs.k, *scores)) for one in cones)
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
-    return Contribution(value, indices, shape, positions, axes, on_score)
+    return Contribution(value, indices, shape, positions, axes, varying, on_score)
 
 
 def constant_of(index: Any) -> int | None:

@@ -106,21 +106,20 @@ def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
 
 
 def tile_choices(
-    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str], tallest: int = LARGEST_TILE
+    options: dict[str, Any], direction: str, configs: Sequence[Any], tiles: dict[str, str], largest: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
     """Yield one set of template options for each config whose tiles divide the sparse blocks.
 
     ``direction`` is "fwd" or "bwd". Kernel options with that prefix take precedence, and those with the other prefix are
     dropped. ``tiles`` maps the template's tile names to the config's attributes; a name with M is a number of queries, and
-    one with N a number of keys. Default tiles are made smaller to fit small sparse blocks and to have at most ``tallest``
-    queries. Raises ValueError, as stock does, if nothing fits.
+    one with N a number of keys. Default tiles are made smaller to fit small sparse blocks and ``largest``, which
+    are the largest numbers of queries ("M") and keys ("N"). Raises ValueError, as stock does, if nothing fits.
     """
     other = {"fwd": "bwd_", "bwd": "fwd_"}[direction]
     base = {k: v for k, v in options.items() if not k.startswith((f"{direction}_", other))}
     base.update({k[4:]: v for k, v in options.items() if k.startswith(f"{direction}_")})
     sparse = {"M": base["SPARSE_Q_BLOCK_SIZE"], "N": base["SPARSE_KV_BLOCK_SIZE"]}
-    limits = {axis: _largest_divisor(block) for axis, block in sparse.items()}
-    limits["M"] = min(limits["M"], tallest)
+    limits = {axis: min(_largest_divisor(block), largest[axis]) for axis, block in sparse.items()}
     wanted: dict[str, int] = {}
     found = False
     for config in configs:
@@ -142,6 +141,17 @@ def tile_choices(
             f"Q and KV block size must be divisible by {' and '.join(wanted)}. We got Q_BLOCK_SIZE={sparse['M']} and "
             f"KV_BLOCK_SIZE={sparse['N']} with {wanted}; pass other tile sizes in kernel_options."
         )
+
+
+def largest_tile(call: ForwardCall | BackwardCall) -> dict[str, int]:
+    """Return the largest useful numbers of queries ("M") and keys ("N") in a tile: short sequences fill no larger one."""
+    lengths = {"M": call.query.get_size()[2], "N": call.key.get_size()[2]}
+    return {axis: _rounded(length) for axis, length in lengths.items()}
+
+
+def _rounded(length: Any) -> int:
+    known = isinstance(length, (int, sympy.Integer))
+    return min(max(next_power_of_two(int(length)), 16), LARGEST_TILE) if known else LARGEST_TILE
 
 
 def _largest_divisor(block: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from ..core.report import STOCK, leave_to_stock, record, user_line
 from ..core.target import Target
-from ..core.templates import load
+from ..core.templates import Listed, load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout
@@ -70,7 +70,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
     tables = tile_tables(score_graph, call.kernel_options, call.captured)
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
-    score_buffer, mask_buffer = inlining.score(score_graph), inlining.mask(mask_graph)
+    (score_buffer, reads, read_buffers), mask_buffer = inlining.score(score_graph), inlining.mask(mask_graph)
+    subgraphs = [score_buffer, mask_buffer, *read_buffers]
 
     size = [batch, heads, length, call.value.get_size()[-1]]
     layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
@@ -84,7 +85,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
-    template_options.update(tables.options())
+    template_options.update(tables.options() | inlining.options() | {"READS": Listed(reads)})
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
@@ -96,12 +97,12 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
         form = {"head_dim": template_options["QK_HEAD_DIM_ROUNDED"], "fp32": dtype is torch.float32}
         configs = [forward_config(configs[0], Target.of(device).family, **inlined, **form)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
-    for tiled in common.tile_choices(template_options, "fwd", configs, tiles):
+    for tiled in common.tile_choices(template_options, "fwd", configs, tiles, common.largest_tile(call)):
         _template.maybe_append_choice(
             choices=choices,
             input_nodes=[*inputs, *tables.buffers()],
             layout=layout,
-            subgraphs=[score_buffer, mask_buffer],
+            subgraphs=subgraphs,
             mutated_inputs=[logsumexp, max_scores],
             call_sizes=query.get_size(),
             **tiled,
@@ -120,7 +121,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
         layout,
         generators,
         captured,
-        [score_buffer, mask_buffer],
+        subgraphs,
     )
     record(NAME, "flex_attention", "flex_forward.py.jinja", _shape_note(query, call.key), user_line(node))
     return out, logsumexp, max_scores

@@ -7,19 +7,22 @@ stays inside its tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core import subgraphs
-from ..core.fx import dtype_of, fake_tensor
+from ..core.fx import cone, dtype_of, fake_tensor
+from ..core.templates import Listed
 from ..torch_api.ir import input_buffer
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
 from .score_mod import ScoreMod, output_nodes, returning
+from .tile_inputs import Coordinate, EarlyRead, coordinate_of, values_read_early
 from .tile_tables import TileTables, reads_of
+from .writers import Writers, writers
 
 aten = torch.ops.aten
 
@@ -32,11 +35,13 @@ _JOINT = (*_SCORE, ("grad_score_mod", torch.float32))
 class InlinedContribution:
     """A contribution to a captured gradient with its subgraphs.
 
-    buffers: its value, its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of
-    offset and in_bounds, to be run on all positions at once, or None where that is not needed.
+    writers: which scores are added to one element. buffers: its value, its offset in the gradient, and in_bounds. checked:
+    in_bounds is not proven. address: the graph of offset and in_bounds, to be run on all positions at once, or None where
+    that is not needed.
     """
 
     contribution: Contribution
+    writers: Writers
     buffers: list[Any]
     checked: bool
     address: GraphModule | None = None
@@ -47,7 +52,8 @@ class Inlining:
     """The tensors and lengths of the kernel into which graphs are inlined.
 
     lengths: the lengths of b, h, q and k. captured, mask_captured: the tensors that score_mod and mask_mod read. tables:
-    those of ``captured`` that the kernel reads by tile.
+    those of ``captured`` that the kernel reads by tile. coordinates: those that the subgraphs use, by name. It grows with
+    each subgraph.
     """
 
     device: torch.device
@@ -55,11 +61,31 @@ class Inlining:
     captured: Sequence[Any]
     mask_captured: Sequence[Any]
     tables: TileTables
+    coordinates: dict[str, Coordinate] = field(default_factory=dict)
 
-    def score(self, module: GraphModule) -> Any:
-        """Lower the score of a score_mod."""
-        (buffer,) = self._lowered(returning(module, output_nodes(module.graph)), ScoreMod.of, _SCORE)
-        return buffer
+    def score(self, module: GraphModule) -> tuple[Any, list[EarlyRead], list[Any]]:
+        """Lower the score of a score_mod. Return it, what it reads early, and a subgraph for each of these."""
+        module = returning(module, output_nodes(module.graph))
+        graph, inputs = module.graph, ScoreMod.of(module.graph)
+        by_tile = [inputs.captured[table.owner] for table in self.tables.tables]
+        found = values_read_early(graph, inputs, by_tile)
+        values = [self._lowered(returning(module, [node]), ScoreMod.of, _SCORE)[0] for node in found]
+        reads = [EarlyRead(i, inputs.q in cone(node), inputs.k in cone(node)) for i, node in enumerate(found)]
+        last = graph.find_nodes(op="placeholder")[-1]
+        for read, node in zip(reads, found, strict=True):
+            with graph.inserting_after(last):
+                last = graph.placeholder(read.name)
+            last.meta = dict(node.meta)
+            node.replace_all_uses_with(last)
+        graph.eliminate_dead_code()
+        module.recompile()
+        early = [input_buffer(read.name, torch.float32, self.device) for read in reads]
+        (buffer,) = self._lowered(module, ScoreMod.of, _SCORE, early)
+        return buffer, reads, values
+
+    def options(self) -> dict[str, Any]:
+        """Return the template option with the coordinates, once everything is lowered."""
+        return {"COORDINATES": Listed(self.coordinates.values())}
 
     def mask(self, module: GraphModule) -> Any:
         """Lower the result of a mask_mod."""
@@ -86,23 +112,53 @@ class Inlining:
         value = returning(joint.module, [contribution.value])
         target, checked = self._address(joint, contribution)
         buffers = [buffer for module in (value, target) for buffer in self._lowered(module, ScoreMod.of_joint, _JOINT)]
+        written_by = writers(contribution, joint.inputs, self.lengths)
         if contribution.plain or not in_order:
-            return InlinedContribution(contribution, buffers, checked)
+            return InlinedContribution(contribution, written_by, buffers, checked)
         over_tensors, _ = self._address(joint, contribution)
         clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
-        return InlinedContribution(contribution, buffers, checked, over_tensors)
+        return InlinedContribution(contribution, written_by, buffers, checked, over_tensors)
 
     def _address(self, joint: JointGraph, contribution: Contribution) -> tuple[GraphModule, bool]:
         module = returning(joint.module, contribution.indices)
         return module, become_address(module, contribution.shape, ScoreMod.of_joint(module.graph).ranges(self.lengths))
 
-    def _lowered(self, module: GraphModule, inputs_of: Callable[[Graph], ScoreMod], operands: Sequence[Any]) -> list[Any]:
-        """Make ``module`` ready and lower each of its results."""
+    def _lowered(
+        self,
+        module: GraphModule,
+        inputs_of: Callable[[Graph], ScoreMod],
+        operands: Sequence[Any],
+        early: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Make ``module`` ready and lower each of its results. ``early``: its inputs after the captured tensors."""
         inputs = inputs_of(module.graph)
         _narrow_float64(module.graph)
         tiles = self._read_by_tile(module, inputs)
         clamp_reads(module, inputs.ranges(self.lengths))
-        return subgraphs.inline(module, self._placeholders(operands), [*self.captured, *tiles])
+        coordinates = self._at_coordinates(module, inputs)
+        return subgraphs.inline(module, self._placeholders(operands), [*self.captured, *early, *tiles, *coordinates])
+
+    def _at_coordinates(self, module: GraphModule, inputs: ScoreMod) -> list[Any]:
+        """Replace coordinates by new inputs. Changes ``module``, and returns placeholders for the inputs.
+
+        The intervals of the indices are known before this, and the new inputs have none.
+        """
+        graph = module.graph
+        last = graph.find_nodes(op="placeholder")[-1]
+        made: dict[str, Node] = {}
+        for node in list(graph.nodes):
+            coordinate = coordinate_of(node, inputs)
+            if coordinate is None:
+                continue
+            if coordinate.name not in made:
+                with graph.inserting_after(last):
+                    made[coordinate.name] = last = graph.placeholder(coordinate.name)
+                last.meta = dict(node.meta)
+            node.replace_all_uses_with(made[coordinate.name])
+            graph.erase_node(node)
+            self.coordinates[coordinate.name] = coordinate
+        module.recompile()
+        return [input_buffer(name, torch.int32, self.device) for name in made]
 
     def _read_by_tile(self, module: GraphModule, inputs: ScoreMod) -> list[Any]:
         """Replace the reads of the tables by new inputs. Changes ``module``, and returns placeholders for the inputs."""

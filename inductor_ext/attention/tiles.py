@@ -86,6 +86,8 @@ TABLE = (
     Row(_FORWARD, _CONSUMER, _ABOVE_128, "fp32", _at_most, {"block_n": 16}),
     # Three stages of 64 x 64 take 105 to 113 KB.
     Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
+    # 64 x 32 spills 48 bytes in four warps and 16 bytes in eight.
+    Row(_TWO_PASSES, _CONSUMER, _TO_64, "gathers", _at_most, _TILES_OF_32),
     # 64 x 64 takes 144 KB in one stage, and 32 x 64 takes 112 KB.
     Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, {**_TILES_OF_32, "num_stages": 1}),
     # Four warps spill 700 to 980 bytes, and eight warps none.

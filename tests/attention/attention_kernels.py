@@ -35,7 +35,17 @@ def scaled_and_gathered(table, **options):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
-ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered)}
+def rows_and_columns_of_an_image(table, **options):
+    row = torch.zeros(1, 2, LENGTH, LENGTH // 64, requires_grad=True)
+    column = torch.zeros(1, 2, LENGTH, 64, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        return s + row[b, h, i, j // 64] + column[b, h, i, j % 64]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
+
+
+ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, rows_and_columns_of_an_image)}
 
 
 def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):

@@ -29,6 +29,10 @@ def _bucket(d: Tensor) -> Tensor:
     return torch.where(d > 0, 8, 0) + d.abs().clamp(max=7)
 
 
+def _clamped(d: Tensor) -> Tensor:
+    return d.clamp(-8, 7) + 8
+
+
 #: The default numbers of positions and heads of a case.
 S, H = 80, Case.heads
 IDENTITY = ({}, lambda t: lambda s, b, h, q, k: s, lambda t: lambda s, b, h, q, k: s)
@@ -155,6 +159,73 @@ BIASES = [
         {"t": (H, 17, 19)},
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 10 - k // 10 + 8, q % 10 - k % 10 + 9],
+    ),
+    # Scores of a tile that share entries: one for each query or key, a few in the whole tile, or none.
+    Case(
+        "clamped_distance",
+        {"a": (2, H, S, 16), "p": (2, H, S, 16)},
+        lambda t: lambda s, b, h, q, k: s + t["a"][b, h, q, _clamped(q - k)] + t["p"][b, h, k, _clamped(q - k)],
+        lambda t: lambda s, b, h, q, k: s + t["a"][b, h, q, _clamped(q - k)] + t["p"][b, h, k, _clamped(q - k)],
+    ),
+    Case(
+        "packed_buckets",
+        {"t": (16, H)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k % 30 - q % 30), h],
+        lambda t: lambda s, b, h, q, k: s + t["t"][_bucket(k % 30 - q % 30), h],
+        mask=lambda b, h, q, k: q // 30 == k // 30,
+    ),
+    Case(
+        "segments",
+        {"t": (3, H, 5, 2)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][k // 30, h, q // 20, 1],
+        lambda t: lambda s, b, h, q, k: s + t["t"][k // 30, h, q // 20, 1],
+    ),
+    Case(
+        "rows_and_columns_of_an_image",
+        {"y": (2, H, S, 5), "x": (2, H, S, 16)},
+        lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],
+        lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],
+    ),
+    # One writer for each element, although not every element has one.
+    Case(
+        "relative_shift",
+        {"r": (2, H, S, 2 * S - 1)},
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, q - k + S - 1],
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, q - k + S - 1],
+    ),
+    Case(
+        "relative_shift_of_keys",
+        {"r": (2, H, 2 * S - 1, S)},
+        lambda t: lambda s, b, h, q, k: s * t["r"][b, h, k - q, k],
+        lambda t: lambda s, b, h, q, k: s * t["r"][b, h, k - q, k],
+        mask=lambda b, h, q, k: (q - k).abs() < 20,
+    ),
+    Case(
+        "larger_pair",
+        {"t": (3, H, S + 9, S + 16)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
+        lambda t: lambda s, b, h, q, k: s + t["t"][b, h, q, k],
+    ),
+    Case(
+        # Two keys share an element, since the size of the last dim is not that of the range of q - k.
+        "relative_shift_that_wraps",
+        {"r": (2, H, S, S + 3)},
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, (q - k) % (S + 3)] + t["r"][b, h, q, 0],
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, (q - k) % (S + 3)] + t["r"][b, h, q, 0],
+    ),
+    Case(
+        "half_of_the_distance",
+        {"r": (2, H, S, 2 * S)},
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, (2 * q - 2 * k) - (q - k)],
+        lambda t: lambda s, b, h, q, k: s + t["r"][b, h, q, q - k],
+    ),
+    Case(
+        # Outside of the mask the index is out of bounds, and there it is that of other entries.
+        "shared_and_out_of_bounds",
+        {"t": (H, 5)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (q - 2 * k) // 16],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, ((q - 2 * k) // 16).clamp(-5, 4)],
+        mask=lambda b, h, q, k: q >= 2 * k,
     ),
     Case(
         # Inductor pads strides above 1024 elements of buffers whose layout it may choose; an accumulator's is fixed.

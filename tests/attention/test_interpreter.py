@@ -8,6 +8,7 @@ from torch._inductor import select_algorithm
 from torch._inductor.utils import fresh_cache
 from torch.nn.attention.flex_attention import flex_attention
 
+from inductor_ext.attention import hoisting
 from tests.support.interpreter import triton_on_cpu
 
 from .cases import BIASES, FEATURES, REFUSED
@@ -59,6 +60,22 @@ BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals
 @pytest.mark.parametrize("case", cases(BY_TMA, slow={"antidiagonal", "pair_batch", "buckets"}))
 def test_by_tma_matches_float64(case, one_pass):
     with triton_on_cpu(tma=True):
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
+
+
+#: Scores of a tile share entries of a table, in each way that duplicates.jinja tells apart.
+SHARING = {"clamped_distance", "packed_buckets", "segments", "rows_and_columns_of_an_image", "shared_and_out_of_bounds"}
+#: Every element has at most one writer, or seems to.
+ONE_WRITER = {"relative_shift", "relative_shift_of_keys", "larger_pair", "relative_shift_that_wraps", "half_of_the_distance"}
+
+
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("case", cases(SHARING | ONE_WRITER))
+def test_shared_entries_match_float64(case, one_pass, monkeypatch):
+    # These lengths stand for long ones, whose lookups by query and key are not made into tables.
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
+    with triton_on_cpu():
         case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
 
 

@@ -75,7 +75,7 @@ class Reduction(enum.Enum):
     DIAGONAL = "summed along the diagonals of a tile"
     BLOCK = "tiles added to the gradient"
     SUM = "summed in registers"
-    SCATTER = "one fp32 add for each score"
+    SCATTER = "one fp32 add for each score, or for those of a tile that share an element"
     PARTIAL = "partial sums in a fixed order"
 
 

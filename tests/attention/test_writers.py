@@ -1,0 +1,95 @@
+"""A position that the indices determine is the same for all scores that are added to one element."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_ext.attention.captured_grads import Contribution
+from inductor_ext.attention.score_mod import ScoreMod, output_nodes
+from inductor_ext.attention.writers import writers
+
+from .test_bounds import EXPRESSIONS, EXTENTS, evaluate
+
+B, H, Q, K = False, False, True, True
+
+
+def found(function, shape, extents=EXTENTS):
+    """The writers of ``t[function(b, h, q, k)]`` for a tensor of this shape."""
+    index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    module = make_fx(function, tracing_mode="fake")(*index)
+    inputs = ScoreMod.of_mask(module.graph)
+    indices = tuple(output_nodes(module.graph))
+    positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
+    contribution = Contribution(None, indices, shape, positions, (True,) * 4, (True,) * len(shape), False)
+    return writers(contribution, inputs, extents)
+
+
+def determined(function, *shape):
+    return "".join(name for name, yes in zip("bhqk", found(function, shape).determined, strict=True) if yes)
+
+
+def test_positions_themselves():
+    assert determined(lambda b, h, q, k: (h, k), 3, 11) == "hk"
+
+
+def test_a_relative_shift_determines_the_key():
+    assert determined(lambda b, h, q, k: (q, q - k + 10), 7, 17) == "qk"
+    assert determined(lambda b, h, q, k: (q - k + 10, q), 17, 7) == "qk"
+    assert determined(lambda b, h, q, k: (q - k + 10,), 17) == ""
+
+
+def test_negative_indices_that_meet_positive_ones():
+    assert determined(lambda b, h, q, k: (q, q - k), 7, 17) == "qk"
+    assert determined(lambda b, h, q, k: (q, q - k), 7, 16) == "q"
+
+
+def test_multiples_and_wrapping():
+    assert determined(lambda b, h, q, k: (q, 3 * k - q), 7, 99) == "qk"
+    assert determined(lambda b, h, q, k: (q, k * 2**30), 7, 2**33) == "q"
+    assert determined(lambda b, h, q, k: (q, (k * 30).to(torch.int8).int()), 7, 300) == "q"
+    assert determined(lambda b, h, q, k: (q, k // 2), 7, 99) == "q"
+
+
+def test_cycles():
+    result = found(lambda b, h, q, k: (q % 4, k % 8), (4, 8))
+    assert result.determined == (False,) * 4
+    assert (result.query_cycle, result.key_cycle) == (4, 8)
+
+
+AFFINE = st.lists(st.tuples(*[st.integers(-2, 2)] * 4, st.integers(-12, 12)), min_size=1, max_size=3)
+
+
+def check(function, shape):
+    """Compare with all scores."""
+    result = found(function, shape).determined
+    grid = torch.meshgrid(*[torch.arange(n, dtype=torch.int32) for n in EXTENTS], indexing="ij")
+    indices = [torch.as_tensor(i).expand(EXTENTS) for i in function(*grid)]
+    inside = torch.stack([(-n <= i) & (i < n) for i, n in zip(indices, shape, strict=True)]).all(0)
+    element = torch.zeros(EXTENTS, dtype=torch.int64)
+    for i, n in zip(indices, shape, strict=True):
+        element = element * n + torch.where(i < 0, i + n, i)
+    for yes, position in zip(result, grid, strict=True):
+        if yes:
+            pairs = torch.stack([element[inside], position[inside]], 1).unique(dim=0)
+            assert len(pairs) == len(pairs[:, 0].unique()), (shape, result)
+    return result
+
+
+@settings(deadline=None, max_examples=150)
+@given(AFFINE, st.lists(st.integers(1, 40), min_size=3, max_size=3))
+def test_multiples_of_positions(factors, sizes):
+    def function(b, h, q, k):
+        return [x * b + y * h + z * q + w * k + c for x, y, z, w, c in factors]
+
+    check(function, tuple(sizes[: len(factors)]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(EXPRESSIONS, min_size=1, max_size=3), st.lists(st.integers(1, 40), min_size=3, max_size=3))
+def test_random_expressions(expressions, sizes):
+    def function(b, h, q, k):
+        env = {"b": b, "h": h, "q": q, "k": k}
+        return [evaluate(e, env) for e in expressions]
+
+    check(function, tuple(sizes[: len(expressions)]))
