@@ -223,6 +223,7 @@ def make_case(name: str) -> Case:
 
 def profile(name: str, **options: Any) -> dict[str, Any]:
     """The kernels of gradfuse's forward and backward, with the microseconds of each in one step."""
+    torch._dynamo.reset()
     case = make_case(name)
     run = torch.compile(case.function, backend="gradfuse", fullgraph=True, options=options)
     leaves = [x for x in case.inputs if x.requires_grad]

@@ -184,6 +184,7 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
             "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
             "one_pass": template_options["ONE_PASS"],
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
+            "one_tile": common.in_one_tile(call),
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     largest = common.largest_tile(call)
@@ -205,6 +206,9 @@ def _delta(call: BackwardCall) -> Any:
 #: second number holds if tiles are also added to a strip (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
+#: The narrowest head for which one pass is faster if blocks of pairs are added in memory too. AlphaFold's pairs at head dim
+#: 32 take 0.55 ms in two passes, and 0.64 in one.
+NARROWEST_WITH_BLOCKS = 33
 
 
 def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
@@ -216,8 +220,11 @@ def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients)
         return bool(wanted)
     half = call.query.get_dtype().itemsize == 2
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
-    fits = V.graph.sizevars.guard_int(call.query.get_size()[-1]) <= widest
-    worthwhile = captured.has_strips or not captured.sums_along_keys
+    head_dim = V.graph.sizevars.guard_int(call.query.get_size()[-1])
+    fits = head_dim <= widest and not (captured.adds_blocks and head_dim < NARROWEST_WITH_BLOCKS)
+    # Tiles whose rows are keys are slow to sum along the keys: DeBERTa's biases take 2.75 ms, and 2.0 in two passes.
+    along_keys = captured.sums_along_keys or captured.shares_rows or captured.repeats
+    worthwhile = captured.has_strips or not along_keys
     return half and fits and worthwhile and Target.of(call.query.get_device()).adds_tiles
 
 

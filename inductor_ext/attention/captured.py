@@ -93,7 +93,13 @@ class Plan:
             distinct_keys=self.writers.determined[3],
             query_cycle=self.writers.query_cycle,
             key_cycle=self.writers.key_cycle,
+            keys_repeat=self.keys_repeat,
         )
+
+    @property
+    def keys_repeat(self) -> bool:
+        """Whether a query program sums whole tiles, of which there is one for all keys."""
+        return self.reduction is Reduction.SCATTER and self.writers.keys_repeat
 
     @property
     def moved_by_tma(self) -> bool:
@@ -111,7 +117,8 @@ class TemplateContribution:
     one_writer: it is stored and not added. partial: it is stored into a workspace. rank: the number of dims of the tensor.
     varying_rank: the number of dims up to the last whose index depends on the query or the key. distinct_queries,
     distinct_keys: scores of different queries (keys) are added to different elements. query_cycle, key_cycle: the same holds
-    within a tile whose length divides this number, which is 0 if there is none.
+    within a tile whose length divides this number, which is 0 if there is none. keys_repeat: the offset is the same in every
+    tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them.
     """
 
     number: int
@@ -130,6 +137,7 @@ class TemplateContribution:
     distinct_keys: bool
     query_cycle: int
     key_cycle: int
+    keys_repeat: bool
 
     @property
     def name(self) -> str:
@@ -183,13 +191,29 @@ class CapturedGradients:
 
     @property
     def gathers(self) -> bool:
-        """Whether some contribution is one add for each score, at an index that has to be computed."""
-        return any(plan.reduction is Reduction.SCATTER and not plan.contribution.plain for plan in self.plans)
+        """Whether some contribution is one add for each score."""
+        return any(plan.reduction is Reduction.SCATTER for plan in self.plans)
 
     @property
     def moves_blocks(self) -> bool:
         """Whether TMA moves blocks of a table of pairs."""
         return any(plan.moved_by_tma for plan in self.plans)
+
+    @property
+    def adds_blocks(self) -> bool:
+        """Whether TMA adds blocks to the gradient of a table of pairs."""
+        return any(plan.moved_by_tma and plan.reduction is Reduction.BLOCK for plan in self.plans)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether query programs sum whole tiles of some contribution, of which there is one for all keys."""
+        return any(plan.keys_repeat for plan in self.plans)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether some contribution may be one value for each query or each key of a tile."""
+        each = [plan.writers.determined[2:] for plan in self.plans if plan.reduction is Reduction.SCATTER]
+        return any(by_query != by_key for by_query, by_key in each)
 
     @property
     def tallest_tile(self) -> int:

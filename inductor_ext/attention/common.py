@@ -149,6 +149,15 @@ def largest_tile(call: ForwardCall | BackwardCall) -> dict[str, int]:
     return {axis: _rounded(length) for axis, length in lengths.items()}
 
 
+#: Tiles of this length are in use for every head dim and dtype.
+SHORT = 64
+
+
+def in_one_tile(call: ForwardCall | BackwardCall) -> bool:
+    """Return whether queries and keys are so few that each fill at most one tile."""
+    return max(largest_tile(call).values()) <= SHORT
+
+
 def _rounded(length: Any) -> int:
     known = isinstance(length, (int, sympy.Integer))
     return min(max(next_power_of_two(int(length)), 16), LARGEST_TILE) if known else LARGEST_TILE

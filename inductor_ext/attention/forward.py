@@ -89,13 +89,16 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
-        inlined = {
-            "score_mod": not template_options["IDENTITY_SCORE_MOD"],
-            "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
+        has = {
+            "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
+            "reads": any(read.by_query and read.by_key for read in reads),
+            "chained reads": score_graphs.has_chained_reads(score_graph),
+            "one tile": common.in_one_tile(call),
+            "fp32": dtype is torch.float32,
         }
-        inlined["chained_reads"] = score_graphs.has_chained_reads(score_graph)
-        form = {"head_dim": template_options["QK_HEAD_DIM_ROUNDED"], "fp32": dtype is torch.float32}
-        configs = [forward_config(configs[0], Target.of(device).family, **inlined, **form)]
+        features = {name for name, there in has.items() if there}
+        head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
+        configs = [forward_config(configs[0], Target.of(device).family, features, head_dim=head_dim)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
     for tiled in common.tile_choices(template_options, "fwd", configs, tiles, common.largest_tile(call)):
         _template.maybe_append_choice(

@@ -43,8 +43,10 @@ _FORWARD, _ONE_PASS, _TWO_PASSES, _BACKWARD = ("forward",), ("one pass",), ("two
 _AMPERE, _CONSUMER, _HOPPER, _BLACKWELL = ("ampere", "consumer"), ("consumer",), ("hopper",), ("blackwell",)
 _LONGEST = 2**31
 _EVERY_DIM, _TO_64, _ABOVE_64, _FROM_128 = range(_LONGEST), range(65), range(65, _LONGEST), range(128, _LONGEST)
+_TO_32 = range(33)
 _ABOVE_128 = range(129, _LONGEST)
 _AMPERE_TILES = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_stages": 2}
+_TILES_OF_64 = {**dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 64), "num_warps": 4}
 _TILES_OF_32 = dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 32)
 
 #: All rows that are for a kernel change its config, in this order. The functions below explain the features.
@@ -57,9 +59,16 @@ TABLE = (
     Row(_FORWARD, _AMPERE, _EVERY_DIM, "a mod", _at_least, {"num_warps": 8}),
     # Four warps spill on every architecture.
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "chained reads", _at_least, {"num_warps": 8}),
+    # The values that a score_mod reads for each score wait in registers: DeBERTa's biases take 0.51 ms, and 0.55 with 128.
+    Row(_FORWARD, _HOPPER, _TO_64, "reads", _at_most, {"block_m": 64}),
+    # Graphormer's lookup takes 0.69 ms, and 0.89 ms with 128 x 64 in eight warps.
+    Row(_FORWARD, _HOPPER, _TO_64, "chained reads", _exactly, {"block_m": 64, "block_n": 32, "num_warps": 4}),
+    # There is nothing to prefetch, and less shared memory leaves room for more programs: Swin takes 0.18 instead of 0.28 ms.
+    Row(_FORWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # Small tiles in four warps are the fastest at head dim 64: 1.01 ms, and 1.11 ms with stock's.
     Row(_ONE_PASS, FAMILIES, _TO_64, None, _exactly, {"block_m1": 64, "block_n1": 64, "num_warps": 4, "num_stages": 3}),
-    # The arithmetic of the indices spills 152 bytes beside 64 x 64 scores.
+    # The arithmetic of the indices spills 152 bytes beside 64 x 64 scores. BEiT's pairs, whose rows are not aligned, take
+    # 0.73 ms, and 1.15 with 64 x 64.
     Row(_ONE_PASS, FAMILIES, _TO_64, "gathers", _exactly, {"block_m1": 32}),
     # 1.42 ms although it spills; 1.44 ms with 64 x 64, and 1.70 ms with 32 x 64, which does not spill.
     Row(_ONE_PASS, _HOPPER, _TO_64, "strips", _exactly, {"block_m1": 32, "block_n1": 128}),
@@ -67,12 +76,20 @@ TABLE = (
     Row(_ONE_PASS, FAMILIES, _TO_64, "blocks", _exactly, {"block_n1": 128, "num_warps": 8}),
     # Stock's tile for Hopper, which has eight warps on Blackwell too.
     Row(_ONE_PASS, FAMILIES, _ABOVE_64, None, _exactly, {"block_m1": 64, "block_n1": 128, "num_warps": 8, "num_stages": 3}),
+    # AlphaFold's pairs take 0.55 ms, and 0.59 with 64 x 64.
+    Row(_TWO_PASSES, _HOPPER, _TO_32, "blocks", _at_most, {**_TILES_OF_64, "block_m1": 32, "block_n2": 32}),
+    # DeBERTa's biases take 2.0 ms, and 2.6 with 64 x 64.
+    Row(_TWO_PASSES, _HOPPER, _TO_64, "gathers", _at_most, {**_TILES_OF_64, "block_n2": 32}),
+    # ViTDet's biases take 1.43 ms, and 1.57 with stock's tiles in eight warps.
+    Row(_TWO_PASSES, _HOPPER, _TO_64, "repeats", _at_most, _TILES_OF_64),
     # Four warps spill 80 bytes with a causal mask, and 1688 with gathers.
     Row(_TWO_PASSES, _BLACKWELL, _EVERY_DIM, None, _at_least, {"num_warps": 8}),
     # 64 x 64 spills 32 bytes with a diagonal and 88 with gathers.
     Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "captured gradients", _at_most, _AMPERE_TILES),
     # A mask_mod has temporaries too. A causal one alone does not spill at 64 x 64, and neither tile was ever timed.
     Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "a mask_mod", _at_most, _AMPERE_TILES),
+    # As in the forward: Swin takes 0.31 instead of 0.42 ms.
+    Row(_BACKWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
     Row(_BACKWARD, FAMILIES, _FROM_128, "wide tiles", _at_most, {"num_stages": 2}),
     # The rows below fit kernels into 99 KB of shared memory. Their tiles have been built for sm_120, and never run.
@@ -86,8 +103,9 @@ TABLE = (
     Row(_FORWARD, _CONSUMER, _ABOVE_128, "fp32", _at_most, {"block_n": 16}),
     # Three stages of 64 x 64 take 105 to 113 KB.
     Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
-    # 64 x 32 spills 48 bytes in four warps and 16 bytes in eight.
+    # 64 x 32 spills 48 bytes in four warps and 16 bytes in eight, and 32 x 32 spills 8 bytes in four.
     Row(_TWO_PASSES, _CONSUMER, _TO_64, "gathers", _at_most, _TILES_OF_32),
+    Row(_TWO_PASSES, _CONSUMER, _TO_64, "gathers", _at_least, {"num_warps": 8}),
     # 64 x 64 takes 144 KB in one stage, and 32 x 64 takes 112 KB.
     Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, {**_TILES_OF_32, "num_stages": 1}),
     # Four warps spill 700 to 980 bytes, and eight warps none.
@@ -95,40 +113,49 @@ TABLE = (
 )
 
 
-def forward_config(
-    config: Any, family: Family, *, score_mod: bool, mask_mod: bool, chained_reads: bool, head_dim: int, fp32: bool
-) -> Any:
+def forward_config(config: Any, family: Family, features: Collection[str], *, head_dim: int) -> Any:
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
-    chained_reads: an index is itself read, as in ``t[doc[q] - doc[k]]``.
+    features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
+    index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "fp32": the dtype.
     """
-    features = {"a mod": score_mod or mask_mod, "chained reads": chained_reads, "fp32": fp32}
     return _adapted(config, "forward", family, head_dim, features)
 
 
 def backward_config(
-    config: Any, family: Family, captured: CapturedGradients, *, one_pass: bool, mask_mod: bool, head_dim: int
+    config: Any,
+    family: Family,
+    captured: CapturedGradients,
+    *,
+    one_pass: bool,
+    mask_mod: bool,
+    head_dim: int,
+    one_tile: bool = False,
 ) -> Any:
     """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
-    one_pass: dQ is added in memory. The feature "gathers": there is one add for each score, at a computed index. "strips":
-    TMA adds tiles to a strip. "blocks": TMA moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
+    one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. The feature "gathers": there is one add for
+    each score. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a strip. "blocks": TMA
+    moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
     """
-    features = {
+    has = {
+        "one tile": one_tile,
         "a mask_mod": mask_mod,
         "captured gradients": bool(captured.plans),
         "gathers": captured.gathers,
+        "repeats": captured.repeats,
         "strips": captured.has_strips,
         "blocks": captured.moves_blocks,
         "wide tiles": captured.wide_tiles,
     }
+    features = {name for name, there in has.items() if there}
     return _adapted(config, "one pass" if one_pass else "two passes", family, head_dim, features)
 
 
-def _adapted(config: Any, form: Form, family: Family, head_dim: int, features: Mapping[str, bool]) -> Any:
+def _adapted(config: Any, form: Form, family: Family, head_dim: int, features: Collection[str]) -> Any:
     for row in TABLE:
         meant = form in row.forms and family in row.families and head_dim in row.head_dims
-        if meant and (row.having is None or features[row.having]):
+        if meant and (row.having is None or row.having in features):
             values = {name: row.combine(getattr(config, name), ours) for name, ours in row.values.items()}
             config = dataclasses.replace(config, **values)
     return config

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.fx import CASTS_AND_COPIES, dtype_of
+from ..core.fx import CASTS_AND_COPIES, cone, dtype_of
 from ..torch_api.sizes import statically_known_true
 from .bounds import interval
 from .captured_grads import Contribution, constant_of
@@ -30,11 +30,13 @@ Multiples = dict[Node, int]
 class Writers:
     """determined: for each of b, h, q, k, whether the indices determine it. query_cycle, key_cycle: a number w such that an
     index is ``q % w`` (``k % w``), or 0. Such an index determines the position within a tile whose length divides w.
+    keys_repeat: the indices depend on the key only by ``k % key_cycle``.
     """
 
     determined: tuple[bool, ...]
     query_cycle: int
     key_cycle: int
+    keys_repeat: bool
 
 
 def writers(contribution: Contribution, inputs: ScoreMod, lengths: Sequence[Any]) -> Writers:
@@ -49,8 +51,11 @@ def writers(contribution: Contribution, inputs: ScoreMod, lengths: Sequence[Any]
             new = set(terms) - determined
             if len(new) == 1 and _separates(index, terms, size, ranges):
                 determined |= new
-    cycles = {c.axis: c.divisor for i, _ in indices if (c := coordinate_of(i, inputs)) and c.operation == "mod"}
-    return Writers(tuple(p in determined for p in inputs.positions), cycles.get("q", 0), cycles.get("k", 0))
+    cyclic = {i: c for i, _ in indices if (c := coordinate_of(i, inputs)) and c.operation == "mod"}
+    cycles = {c.axis: c.divisor for c in cyclic.values()}
+    by_key = [i for i, _ in indices if inputs.k in cone(i) or contribution.on_score]
+    repeat = "k" in cycles and all(i in cyclic and cyclic[i].divisor == cycles["k"] for i in by_key)
+    return Writers(tuple(p in determined for p in inputs.positions), cycles.get("q", 0), cycles.get("k", 0), repeat)
 
 
 def _separates(index: Node, terms: Multiples, size: Any, ranges: dict[Node, Any]) -> bool:
