@@ -118,11 +118,16 @@ class Builder:
         """After the operand of views has changed, give the views new fake values that share memory with ``node``.
 
         Stock's passes use these values to decide what may be returned. A stale value hides that an output would be an input.
+        A view that the new strides do not allow becomes a reshape.
         """
         for user in node.users:
             if viewed(user) is node:
                 args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), value_of)
-                user.meta["val"] = user.target(*args, **kwargs)
+                try:
+                    user.meta["val"] = user.target(*args, **kwargs)
+                except (RuntimeError, ValueError):
+                    user.target = aten.reshape.default
+                    user.meta["val"] = user.target(*args, **kwargs)
                 self.refresh_views(user)
 
     def count(self, length: Any, device: torch.device) -> Node:

@@ -381,6 +381,21 @@ def test_a_gradient_accumulated_in_place_is_added_in_fp32():
     assert not out_dtype_nodes(accumulate, *inputs)
 
 
+def test_a_view_of_an_expanded_tensor_that_is_cast_before_the_expand():
+    """casts:800556: the result of the cast is dense, and the expanded result that replaces it has no such view."""
+
+    def function(a):
+        wide = a.expand(2, 8).float()
+        return wide.view(-1) * 2, wide.neg()
+
+    a = torch.randn(8).to(BF16)
+    with eager_graphs():
+        got = torch.compile(function, backend="gradfuse", fullgraph=True)(a)
+    for x, y in zip(got, function(a), strict=True):
+        assert torch.equal(x, y)
+        assert x.stride() == y.stride()
+
+
 def test_a_matmul_on_the_cpu_is_left_as_it_is():
     found = rewritten(lambda a: (a @ a.t()).float(), x(6, 4))
     assert "mm.dtype" not in found and "convert_element_type" in found

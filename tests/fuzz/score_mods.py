@@ -107,6 +107,20 @@ class _ScoreMod(Integers):
                 if rng.random() < 0.5
                 else f"{self.table(n, h)}[{spd}[b, q, k], h]"
             )
+        if kind == 14:
+            w = rng.choice([4, 16, 64])
+            return rng.choice(
+                [
+                    f"{self.table(b, h, q, k // w + 1)}[b, h, q, k // {w}]",
+                    f"{self.table(b, h, q, w)}[b, h, q, k % {w}]",
+                    f"{self.table(h, w, k)}[h, q % {w}, k]",
+                    f"{self.table(h, w, w)}[h, q % {w}, k % {w}]",
+                    f"{self.table(b, h, q, q + k)}[b, h, q, q - k + {k}]",
+                    f"{self.table(h, q + k, k)}[h, k - q, k]",
+                    f"{self.table(b, h, q, 2 * w)}[b, h, q, (q - k).clamp(-{w}, {w - 1}) + {w}]",
+                    f"{self.table(b, h, k, 2 * w)}[b, h, k, (k - q).clamp(-{w}, {w - 1})]",
+                ]
+            )
         n = rng.choice([3, 8, 33, max(q, k)])
         x = self.integer(2)
         text = self.index(x, n)
