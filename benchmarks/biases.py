@@ -35,7 +35,8 @@ class Bias:
     """A bias of a model.
 
     shape: B, H, S, D. learned: shapes of the learned tensors. score_mod: from the learned tensors and the others. others:
-    tensors of integers, made on a device. mask: a mask_mod of the others.
+    tensors of integers, made on a device. mask: a mask_mod of the others. dense: the bias as the model spells it for SDPA,
+    if that is faster than reading score_mod's tables at every position.
     """
 
     shape: tuple[int, int, int, int]
@@ -43,6 +44,7 @@ class Bias:
     score_mod: Callable[..., ScoreMod]
     others: Callable[[Any], list[Tensor]] = lambda device: []
     mask: Callable[..., Callable[..., Tensor]] | None = None
+    dense: Callable[..., Tensor] | None = None
 
 
 def _random_integers(high: int, *shape: int) -> Callable[[Any], list[Tensor]]:
@@ -99,6 +101,7 @@ CASES: dict[str, Bias] = {
         (2, 12, 4096, 64),
         [(2, 12, 4096, 64), (2, 12, 4096, 64)],
         lambda y, x: lambda s, b, h, q, k: s + y[b, h, q, k // 64] + x[b, h, q, k % 64],
+        dense=lambda y, x: (y[..., :, None] + x[..., None, :]).flatten(-2),
     ),
     "conformer": Bias(
         (16, 8, 1024, 64), [(16, 8, 1024, 2047)], lambda r: lambda s, b, h, q, k: s + r[b, h, q, q - k + 1023]
@@ -143,8 +146,10 @@ def as_mask(bias: Bias, others: list[Tensor]) -> Callable[..., Callable[..., Ten
 
     def function(query: Tensor, key: Tensor, value: Tensor, *learned: Tensor) -> Tensor:
         b, h, q, k = _grid((batch, heads, length, length), query.device)
-        zero = query.new_zeros(())
-        mask = bias.score_mod(*learned, *others)(zero, b, h, q, k)
+        if bias.dense is not None:
+            mask = bias.dense(*learned, *others)
+        else:
+            mask = bias.score_mod(*learned, *others)(query.new_zeros(()), b, h, q, k)
         if bias.mask is not None:
             mask = mask.masked_fill(~bias.mask(*others)(b, h, q, k), -math.inf)
         mask = mask.expand(batch, heads, length, length)

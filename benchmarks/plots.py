@@ -18,6 +18,7 @@ FIRST = 0.5
 def write(folder: Path) -> None:
     """Draw every plot into ``folder``."""
     flex_plot(folder / "flex.svg")
+    biases_plot(folder / "biases.svg")
     moe_plot(folder / "moe.svg")
     mlstm_plot(folder / "mlstm.svg")
     scan_plot(folder / "scan.svg")
@@ -90,6 +91,16 @@ def moe_plot(path: Path) -> None:
     colours = {"eager": EAGER, "stock": STOCK, "gradfuse": OURS}
     values = by_peer(rows, "case", ["times_bound"]).times_bound
     bars_plot(path, "kernel time of the backward / bandwidth bound (log)", values, colours, ".2f")
+
+
+def biases_plot(path: Path) -> None:
+    """Time of a step with a bias of a real model, over the bound."""
+    rows = measured(load("biases"))
+    bound = rows.bound_forward_ms + rows.bound_backward_ms
+    rows["times_bound"] = (rows.forward_ms + rows.backward_ms) / bound
+    colours = {"stock": STOCK, "sdpa-mask": OTHER, "gradfuse": OURS}
+    values = by_peer(rows, "case", ["times_bound"]).times_bound
+    bars_plot(path, "forward + backward / bound (log)", values, colours, ".1f")
 
 
 def flex_plot(path: Path) -> None:

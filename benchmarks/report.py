@@ -69,6 +69,24 @@ def flex_table() -> str:
     )
 
 
+def biases_table() -> str:
+    """Biases of real models: times beside the bound, and the error of the learned table's gradient."""
+    result = load("biases")
+    rows = measured(result)
+    rows["size"] = rows[["batch", "heads", "length", "dim"]].astype(str).agg(" × ".join, axis=1)
+    rows["table_error"] = rows.error.map(lambda e: f"{max(e[4:]):.1e}", na_action="ignore")
+    rows["bound"] = rows.bound_forward_ms.map("{:.2f}".format) + " / " + rows.bound_backward_ms.map("{:.2f}".format)
+    rows["times"] = rows.forward + " / " + rows.backward
+    rows["times"] = rows.times.where(rows.refused.isna(), "refused")
+    wide = by_peer(rows, ["case", "size", "bound"], ["times", "table_error"])
+    columns = [("times", peer) for peer in ("stock", "sdpa-mask", "gradfuse")]
+    columns += [("table_error", "stock"), ("table_error", "gradfuse")]
+    return f"{provenance(result)} The operands are bf16. {MEDIANS} Each cell is forward / backward.\n\n" + markdown(
+        "case | B × H × S × D | bound | stock | SDPA, bias as mask | gradfuse | error: stock | gradfuse",
+        wide.reindex(columns=columns).reset_index().to_numpy(),
+    )
+
+
 def flex_sweep_table() -> str:
     result, compiled = load("flex_sweep"), pd.DataFrame(load("flex_compile")["rows"])
     rows = measured(result)
@@ -326,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "passes": passes_table,
     "flex": flex_table,
     "flex_sweep": flex_sweep_table,
+    "biases": biases_table,
     "flex_cpu": flex_cpu_table,
     "mlstm_cpu": mlstm_cpu_table,
     "moe": moe_table,

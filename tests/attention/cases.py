@@ -186,6 +186,13 @@ BIASES = [
         lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],
         lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],
     ),
+    Case(
+        # The offsets of sums along the keys and along the queries have coordinates too.
+        "sums_at_coordinates",
+        {"t": (H, 5), "u": (16,), "w": (H, S, 5)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 16] * t["u"][k % 16] + t["w"][h, q, k // 16 % 5],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 16] * t["u"][k % 16] + t["w"][h, q, k // 16 % 5],
+    ),
     # One writer for each element, although not every element has one.
     Case(
         "relative_shift",

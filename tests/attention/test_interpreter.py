@@ -64,7 +64,14 @@ def test_by_tma_matches_float64(case, one_pass):
 
 
 #: Scores of a tile share entries of a table, in each way that duplicates.jinja tells apart.
-SHARING = {"clamped_distance", "packed_buckets", "segments", "rows_and_columns_of_an_image", "shared_and_out_of_bounds"}
+SHARING = {
+    "sums_at_coordinates",
+    "clamped_distance",
+    "packed_buckets",
+    "segments",
+    "rows_and_columns_of_an_image",
+    "shared_and_out_of_bounds",
+}
 #: Every element has at most one writer, or seems to.
 ONE_WRITER = {"relative_shift", "relative_shift_of_keys", "larger_pair", "relative_shift_that_wraps", "half_of_the_distance"}
 
