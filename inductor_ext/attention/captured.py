@@ -284,6 +284,9 @@ class CapturedGradients:
                 part = self._in_order(plan, target, tensor, tensors)
                 total = part if total is None else lowerings[aten.add](total, part)
             convert = lowerings[torch.ops.prims.convert_element_type]
+            if total is None and tensor.get_dtype().is_floating_point:
+                # The score_mod detaches it, and the graph may add this gradient to that of another use of the tensor.
+                total = full(tensor.get_size(), 0, tensor.get_dtype(), tensor.get_device())
             results.append(None if total is None else convert(total, tensor.get_dtype()))
         return tuple(results)
 

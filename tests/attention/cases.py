@@ -193,6 +193,13 @@ BIASES = [
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 16] * t["u"][k % 16] + t["w"][h, q, k // 16 % 5],
         lambda t: lambda s, b, h, q, k: s + t["t"][h, q // 16] * t["u"][k % 16] + t["w"][h, q, k // 16 % 5],
     ),
+    Case(
+        # score_mods:900157: one use of the table is hoisted, and the other has no gradient.
+        "detached_in_one_of_two_reads",
+        {"t": (H, 33)},
+        lambda t: lambda s, b, h, q, k: s * (t["t"][h, k // 4] + t["t"][h, (q - k) * (q - k) % 33].detach()),
+        lambda t: lambda s, b, h, q, k: s * (t["t"][h, k // 4] + t["t"][h, (q - k) * (q - k) % 33].detach()),
+    ),
     # One writer for each element, although not every element has one.
     Case(
         "relative_shift",

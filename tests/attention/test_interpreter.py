@@ -65,6 +65,7 @@ def test_by_tma_matches_float64(case, one_pass):
 
 #: Scores of a tile share entries of a table, in each way that duplicates.jinja tells apart.
 SHARING = {
+    "detached_in_one_of_two_reads",
     "sums_at_coordinates",
     "clamped_distance",
     "packed_buckets",
