@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule
 
@@ -284,7 +285,7 @@ class CapturedGradients:
                 part = self._in_order(plan, target, tensor, tensors)
                 total = part if total is None else lowerings[aten.add](total, part)
             convert = lowerings[torch.ops.prims.convert_element_type]
-            if total is None and tensor.get_dtype().is_floating_point:
+            if total is None and not isinstance(tensor, sympy.Basic) and tensor.get_dtype().is_floating_point:
                 # The score_mod detaches it, and the graph may add this gradient to that of another use of the tensor.
                 total = full(tensor.get_size(), 0, tensor.get_dtype(), tensor.get_device())
             results.append(None if total is None else convert(total, tensor.get_dtype()))
