@@ -12,6 +12,7 @@ any of these, deterministic               PARTIAL  stored into a workspace, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,11 @@ from .tile_tables import TileTable
 from .writers import Writers
 
 aten = torch.ops.aten
+
+
+#: In a table with more entries than this for each batch and head, a kernel does not look for few entries in a tile. Of
+#: 127 x 127 distances in an image, 127 belong to a tile, and looking for fewer took a tenth of the backward.
+MOST_SHARED = 2**13
 
 
 class NotInOrder(Exception):
@@ -95,12 +101,20 @@ class Plan:
             query_cycle=self.writers.query_cycle,
             key_cycle=self.writers.key_cycle,
             keys_repeat=self.keys_repeat,
+            may_share=self.may_share,
         )
 
     @property
     def keys_repeat(self) -> bool:
         """Whether a query program sums whole tiles, of which there is one for all keys."""
         return self.reduction is Reduction.SCATTER and self.writers.keys_repeat
+
+    @property
+    def may_share(self) -> bool:
+        """Whether the scores of a tile may belong to few entries: not if there are very many for each batch and head."""
+        contribution = self.contribution
+        sizes = [n for n, varies in zip(contribution.shape, contribution.varying, strict=True) if varies]
+        return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) <= MOST_SHARED
 
     @property
     def moved_by_tma(self) -> bool:
@@ -119,7 +133,8 @@ class TemplateContribution:
     varying_rank: the number of dims up to the last whose index depends on the query or the key. distinct_queries,
     distinct_keys: scores of different queries (keys) are added to different elements. query_cycle, key_cycle: the same holds
     within a tile whose length divides this number, which is 0 if there is none. keys_repeat: the offset is the same in every
-    tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them.
+    tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
+    tile may have few entries.
     """
 
     number: int
@@ -139,6 +154,7 @@ class TemplateContribution:
     query_cycle: int
     key_cycle: int
     keys_repeat: bool
+    may_share: bool
 
     @property
     def name(self) -> str:

@@ -135,14 +135,14 @@ def backward_config(
     """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
     one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. The feature "gathers": there is one add for
-    each score. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a strip. "blocks": TMA
-    moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
+    each score, and no tile repeats. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a
+    strip. "blocks": TMA moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
     """
     has = {
         "one tile": one_tile,
         "a mask_mod": mask_mod,
         "captured gradients": bool(captured.plans),
-        "gathers": captured.gathers,
+        "gathers": captured.gathers and not captured.repeats,
         "repeats": captured.repeats,
         "strips": captured.has_strips,
         "blocks": captured.moves_blocks,

@@ -187,6 +187,12 @@ BIASES = [
         lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],
     ),
     Case(
+        "very_many_entries",
+        {"t": (H, 100, 100)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (7 * q + k) % 100, (3 * k) % 100],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, (7 * q + k) % 100, (3 * k) % 100],
+    ),
+    Case(
         # The offsets of sums along the keys and along the queries have coordinates too.
         "sums_at_coordinates",
         {"t": (H, 5), "u": (16,), "w": (H, S, 5)},

@@ -66,6 +66,7 @@ def test_by_tma_matches_float64(case, one_pass):
 #: Scores of a tile share entries of a table, in each way that duplicates.jinja tells apart.
 SHARING = {
     "detached_in_one_of_two_reads",
+    "very_many_entries",
     "sums_at_coordinates",
     "clamped_distance",
     "packed_buckets",
