@@ -201,7 +201,7 @@ def fuzz_table() -> str:
     for run in json.loads((RESULTS / "fuzz.json").read_text()):
         versions, settings = run["versions"], run["settings"]
         twice = ", each twice and compared bitwise" if settings["deterministic"] else ""
-        ways = "op by op" if settings["mode"] == "graphs" else f"compiled{twice}"
+        ways = {"graphs": "op by op", "interpreted": "Triton's interpreter"}.get(settings["mode"], f"compiled{twice}")
         device = "CPU" if settings["device"] == "cpu" else versions["device"]
         where = f"commit {run['commit']}, {device}, torch {versions['torch']}, {run['date'][:10]}, {ways}"
         rows += [{"where": where, "family": family, **counts} for family, counts in run["counts"].items()]
