@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention.captured import CapturedGradients, Plan
 from inductor_ext.attention.captured_grads import Contribution
@@ -134,6 +135,32 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, builder):
     learned = name not in ("unmasked", "causal")
     assert bool(adds or "cp.reduce.async.bulk" in built.ptx) == (learned or one_pass)
     assert all("f32" in add for add in adds)
+
+
+def row_and_few_entries(table, **options):
+    row, few = torch.zeros(2, 128, requires_grad=True), torch.zeros(32, requires_grad=True)
+
+    def score_mod(s, b, h, q, k):
+        return s * row[h, q] + few[((3 * q - k) // 4).clamp(0, 31)]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
+
+
+@pytest.mark.breadth(0)
+def test_contributions_of_other_shapes_build_side_by_side(builder, monkeypatch):
+    """One pass adds a total for each query and totals of entries in the same loop, and Triton wants one type for a name."""
+    monkeypatch.setitem(ATTENTIONS, "row_and_few_entries", row_and_few_entries)
+    source = sources("row_and_few_entries", arch=90, bwd_ONE_PASS=True)["backward"]
+    assert "= tl.sum(tl.where(entry == shared" in source
+    assert "total = tl.sum(addend" in source
+    builder.build(source, 90, 4, 3)
+
+
+@pytest.mark.breadth(0)
+def test_a_coordinate_of_a_tile_after_the_last_key_is_in_bounds(monkeypatch):
+    monkeypatch.setattr("tests.attention.attention_kernels.LENGTH", 130)
+    source = sources("rows_and_columns_of_an_image")["forward"]
+    assert "k_div_64 = (tl.minimum(start_n, KV_LEN - 1) // 64" in source
 
 
 #: What Inductor's tables choose on sm_120 by dtype and head dim.

@@ -92,7 +92,8 @@ def values_read_early(graph: Graph, inputs: ScoreMod, by_tile: Iterable[Node]) -
 
 def _reads_at_positions(node: Node, inputs: ScoreMod) -> bool:
     value = fake_tensor(node)
-    if value is None or not value.is_floating_point() or value.dim() > 0:
+    # A float64 value would be rounded to fp32 before it is used.
+    if value is None or value.dtype is torch.float64 or not value.is_floating_point() or value.dim() > 0:
         return False
     sources = cone(node)
     reads = [n for n in sources if n.target is aten.index.Tensor]

@@ -36,7 +36,7 @@ def scaled_and_gathered(table, **options):
 
 
 def rows_and_columns_of_an_image(table, **options):
-    row = torch.zeros(1, 2, LENGTH, LENGTH // 64, requires_grad=True)
+    row = torch.zeros(1, 2, LENGTH, -(-LENGTH // 64), requires_grad=True)
     column = torch.zeros(1, 2, LENGTH, 64, requires_grad=True)
 
     def score_mod(s, b, h, i, j):
