@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .attention import canonical, hoisting
+from .attention import canonical, hoisting, layouts
 from .attention import cpu as dense_attention
 from .casts import rewrite as casts
 from .core import joint_graph
@@ -41,6 +41,12 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "computes expressions of a score_mod that depend on less than a (query, key) pair once, as tables",
         lambda gm, options: hoisting.rewrite(gm, options),
+    ),
+    Pass(
+        "layouts",
+        "dynamo",
+        "lays out captured tensors for the lookups of a score_mod: dims that vary last, indices in 32 bits",
+        lambda gm, options: layouts.rewrite(gm, options),
     ),
     Pass(
         "scans",

@@ -97,6 +97,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
             return
         graph.eliminate_dead_code()
         captured = drop_unused(graph, [*captured, *tables.operands], [])
+        captured = [tables.widened(x) for x in captured]
         if anchors:
             query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
         new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))

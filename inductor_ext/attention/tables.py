@@ -178,6 +178,11 @@ class Tables:
             self._cast[node] = self.outer.method("to", operand, self._dtype())
         return self._cast[node]
 
+    def widened(self, operand: Any) -> Any:
+        """Return the cast of a learned operand from which a table was computed, so that its gradients are added unrounded."""
+        casts = [cast for node, cast in self._cast.items() if self.captured[node] is operand]
+        return casts[0] if casts and fake_tensor(operand).requires_grad else operand
+
     def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
         """Wrap and clamp an index under a mask: the index of a hidden position may be out of range, and must not assert."""
         if not self.masked or not isinstance(index, Node):

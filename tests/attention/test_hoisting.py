@@ -185,6 +185,18 @@ def scores_of(gm, inputs):
 
 
 @pytest.mark.breadth(0)
+def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
+    """Otherwise each of its two gradients is rounded before they are added (score_mods:801888 of the fuzzer)."""
+    query = torch.randn(1, 2, LENGTH, 16, dtype=torch.bfloat16, requires_grad=True)
+    t = torch.randn(2, LENGTH, dtype=torch.bfloat16, requires_grad=True)
+    score_mod = lambda s, b, h, q, k: s * t[h, (q + h) % LENGTH] + t[h, k]  # noqa: E731
+    seen = after(passes.hoisting, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
+    read, table = seen["node"].args[-2]
+    assert read.target == "to" and read.meta["example_value"].dtype is torch.float32
+    assert "table: t[h, (q + h) % 8]" in "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])
+    assert table.meta["example_value"].dtype is torch.float32
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
 def test_hoisting_changes_no_score(body):

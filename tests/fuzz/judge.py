@@ -332,7 +332,7 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
                 return Result("stock_too" if stock_too else "wrong", reason)
     found = _differences(program, runs[0], exact, eager_run)
     bad = [d for d in found if not d[1] <= d[2]]
-    if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] for d in bad) < 0.2:
+    if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] / max(d[2], 0.1) for d in bad) < 2:
         with contextlib.suppress(Exception):
             bad = [d for d in _over_many_draws(program, device, mode, False, options) if not d[1] <= d[2]]
     if not bad:
