@@ -179,7 +179,7 @@ class Tables:
         return self._cast[node]
 
     def widened(self, operand: Any) -> Any:
-        """Return the cast of a learned operand from which a table was computed, so that its gradients are added unrounded."""
+        """Return the cast of a learned operand from which a table was computed: its gradients are added unrounded."""
         casts = [cast for node, cast in self._cast.items() if self.captured[node] is operand]
         return casts[0] if casts and fake_tensor(operand).requires_grad else operand
 

@@ -80,7 +80,7 @@ def test_integers_that_are_not_only_indices_keep_64_bits(make):
 )
 def test_what_stays(make):
     size = max(BATCH, HEADS, LENGTH)
-    seen, why = laid_out(make(learned(size, size, size, size)))
+    why = laid_out(make(learned(size, size, size, size)))[1]
     assert not why
 
 
@@ -108,12 +108,10 @@ def test_values_and_gradients_are_the_same(dtype):
 
 
 def test_an_index_beyond_32_bits_does_not_become_a_valid_one():
-    narrow = []
     t, index = learned(ENTRIES, HEADS), integers()
     index[0, 0, 0] = 2**32 + 3
-    query = torch.randn(BATCH, HEADS, LENGTH, 16, requires_grad=True)
     seen, _ = laid_out(lambda s, b, h, q, k: s + t[index[b, q, k], h])
     (cast,) = [n for n in seen["node"].args[-2] if n.meta["example_value"].dtype is torch.int32]
     clamp = cast.args[0]
     narrow = getattr(index, clamp.target)(*clamp.args[1:]).to(cast.args[1])
-    assert narrow[0, 0, 0] == 2**31 - 1 and torch.equal(narrow[1:], index[1:].int()) and query.requires_grad
+    assert narrow[0, 0, 0] == 2**31 - 1 and torch.equal(narrow[1:], index[1:].int())
