@@ -68,7 +68,7 @@ def gradients(*kinds):
 
     def plan(owner, kind):
         made = contribution(axes.get(kind, (True,) * 4))
-        return Plan(owner, made, Writers((False,) * 4, 0, 0, False), kind, False, False, None, wide=False)
+        return Plan(owner, made, Writers((False,) * 4, 0, 0, False), None, kind, False, False, None, wide=False)
 
     return CapturedGradients([], plans=[plan(i, kind) for i, kind in enumerate(kinds)])
 

@@ -97,7 +97,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     device = call.query.get_device()
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
-    tables = tile_tables(score_graph, call.kernel_options, call.captured)
+    tables = tile_tables(score_graph, call.kernel_options, call.captured, lengths(node))
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     tma_allowed = _tma_allowed(options, device, call.kernel_options)
     grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)

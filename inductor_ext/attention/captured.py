@@ -29,6 +29,7 @@ from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
 from . import common, deterministic
+from .blocks import Block
 from .captured_grads import Contribution
 from .inlining import InlinedContribution, Inlining
 from .kinds import PAIR, Reduction
@@ -52,16 +53,17 @@ class NotInOrder(Exception):
 class Plan:
     """How one contribution goes to memory.
 
-    owner: the number of the captured tensor to which it belongs. writers: which scores are added to one element. everywhere:
-    it writes every element of the gradient, if no score is hidden. checked: the index may be out of bounds. table: the table
-    that the tensor is, if tiles are read of it and added to its gradient. wide: the tensor has at least four bytes for each
-    element. address: the graph that computes the offset, with which a workspace is scattered afterwards, or None if
-    nothing is.
+    owner: the number of the captured tensor to which it belongs. writers: which scores are added to one element. block: the
+    matrices that the elements are, if their keys are in descending order. everywhere: it writes every element of the
+    gradient, if no score is hidden. checked: the index may be out of bounds. table: the table that the tensor is, if tiles
+    are read of it and added to its gradient. wide: the tensor has at least four bytes for each element. address: the graph
+    that computes the offset, with which a workspace is scattered afterwards, or None if nothing is.
     """
 
     owner: int
     contribution: Contribution
     writers: Writers
+    block: Block | None
     reduction: Reduction
     everywhere: bool
     checked: bool
@@ -102,6 +104,7 @@ class Plan:
             key_cycle=self.writers.key_cycle,
             keys_repeat=self.keys_repeat,
             may_share=self.may_share,
+            block=self.block,
         )
 
     @property
@@ -134,7 +137,7 @@ class TemplateContribution:
     distinct_keys: scores of different queries (keys) are added to different elements. query_cycle, key_cycle: the same holds
     within a tile whose length divides this number, which is 0 if there is none. keys_repeat: the offset is the same in every
     tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
-    tile may have few entries.
+    tile may have few entries. block: as in a plan.
     """
 
     number: int
@@ -155,6 +158,7 @@ class TemplateContribution:
     key_cycle: int
     keys_repeat: bool
     may_share: bool
+    block: Block | None
 
     @property
     def name(self) -> str:
@@ -336,7 +340,11 @@ def plan_gradients(
         once = _writes_once(parts or (), inlining.lengths)
         if parts and table is not None:
             itemsize = inlining.captured[owner].get_dtype().itemsize if once else torch.float32.itemsize
-            table = table if table.kind.writable(parts[0].contribution.shape, itemsize) else None
+            if table.block is not None:
+                writable = all(part.block is not None and part.block.aligned(itemsize) for part in parts)
+            else:
+                writable = table.kind.writable(parts[0].contribution.shape, itemsize)
+            table = table if writable else None
         for part in parts or ():
             if in_order and not once and part.contribution.on_score:
                 raise NotInOrder
@@ -352,7 +360,16 @@ def plan_gradients(
             result.inlined.extend(part.buffers)
             everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)
             plan = Plan(
-                owner, part.contribution, part.writers, reduction, everywhere, part.checked, table, wide, part.address
+                owner,
+                part.contribution,
+                part.writers,
+                part.block,
+                reduction,
+                everywhere,
+                part.checked,
+                table,
+                wide,
+                part.address,
             )
             result.plans.append(plan)
     return result

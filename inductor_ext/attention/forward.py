@@ -68,7 +68,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     batch, heads, length, _ = query.get_size()
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
-    tables = tile_tables(score_graph, call.kernel_options, call.captured)
+    tables = tile_tables(score_graph, call.kernel_options, call.captured, lengths(node))
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     (score_buffer, reads, read_buffers), mask_buffer = inlining.score(score_graph), inlining.mask(mask_graph)
     subgraphs = [score_buffer, mask_buffer, *read_buffers]

@@ -16,7 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from ..core import subgraphs
 from ..core.fx import cone, dtype_of, fake_tensor
 from ..core.templates import Listed
-from ..torch_api.ir import input_buffer
+from ..torch_api.ir import contiguous_strides, input_buffer
+from .blocks import Block, block
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
 from .score_mod import ScoreMod, output_nodes, returning
@@ -35,13 +36,14 @@ _JOINT = (*_SCORE, ("grad_score_mod", torch.float32))
 class InlinedContribution:
     """A contribution to a captured gradient with its subgraphs.
 
-    writers: which scores are added to one element. buffers: its value, its offset in the gradient, and in_bounds. checked:
-    in_bounds is not proven. address: the graph of offset and in_bounds, to be run on all positions at once, or None where
-    that is not needed.
+    writers: which scores are added to one element. block: the matrices that its elements are, or None. buffers: its value,
+    its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
+    to be run on all positions at once, or None where that is not needed.
     """
 
     contribution: Contribution
     writers: Writers
+    block: Block | None
     buffers: list[Any]
     checked: bool
     address: GraphModule | None = None
@@ -113,11 +115,13 @@ class Inlining:
         target, checked = self._address(joint, contribution)
         buffers = [buffer for module in (value, target) for buffer in self._lowered(module, ScoreMod.of_joint, _JOINT)]
         written_by = writers(contribution, joint.inputs, self.lengths)
+        strides = contiguous_strides(contribution.shape)
+        matrices = block(contribution.indices, contribution.shape, strides, joint.inputs, self.lengths)
         if contribution.plain or not in_order:
-            return InlinedContribution(contribution, written_by, buffers, checked)
+            return InlinedContribution(contribution, written_by, matrices, buffers, checked)
         over_tensors, _ = self._address(joint, contribution)
         clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
-        return InlinedContribution(contribution, written_by, buffers, checked, over_tensors)
+        return InlinedContribution(contribution, written_by, matrices, buffers, checked, over_tensors)
 
     def _address(self, joint: JointGraph, contribution: Contribution) -> tuple[GraphModule, bool]:
         module = returning(joint.module, contribution.indices)

@@ -3,7 +3,8 @@
 The tile is a further input of the score_mod's subgraphs (``table_0``, ``table_1``...) and replaces their reads. The kinds:
 
     diagonal   M + N - 1 elements of a hoisted diagonal, loaded as a vector and spread over the tile
-    pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA if the GPU and the strides allow it
+    pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA if the GPU and the strides allow it. Or
+               ``t[b?, h?, q, q - k + c]``, whose blocks have the keys in descending order (attention/blocks.py)
 
 The code for each kind is in attention/kinds.
 """
@@ -17,8 +18,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import Listed
+from ..torch_api.ir import is_aligned
 from . import descriptor
+from .blocks import Block, block
 from .kinds import PAIR, TiledKind
 from .score_mod import ScoreMod
 
@@ -32,7 +36,7 @@ class TileTable:
     """One table of a kernel.
 
     number: its number in the kernel. owner: the number of the captured tensor that it is. by_batch, by_head: whether it has
-    an axis for these.
+    an axis for these. block: the matrices in which its pairs are in memory, or None if they are its last two dims.
     """
 
     number: int
@@ -40,6 +44,7 @@ class TileTable:
     kind: TiledKind
     by_batch: bool
     by_head: bool
+    block: Block | None = None
 
     @property
     def name(self) -> str:
@@ -61,7 +66,8 @@ class TileTables:
 
     def options(self) -> dict[str, Any]:
         """Return the template option with the tables, over which the templates iterate."""
-        return {"TABLES": Listed(self.tables)}
+        descending = any(table.block is not None for table in self.tables)
+        return {"TABLES": Listed(self.tables), "KEYS_DESCEND": descending}
 
     def of(self, owner: int) -> TileTable | None:
         """Return the table that a captured tensor is, or None if it is none."""
@@ -72,8 +78,13 @@ class TileTables:
         return [self.captured[t.owner] for t in self.tables]
 
 
-def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured: Sequence[Any]) -> TileTables:
-    """Return the tables that a score_mod reads by tile: those made by hoisting, and the user's tensors that are pairs."""
+def tile_tables(
+    score_mod: GraphModule, kernel_options: dict[str, Any], captured: Sequence[Any], lengths: Sequence[Any]
+) -> TileTables:
+    """Return the tables that a score_mod reads by tile: those made by hoisting, and the user's tensors that are pairs.
+
+    ``lengths``: the lengths of b, h, q and k.
+    """
     described = descriptor.read(kernel_options)
     inputs = ScoreMod.of(score_mod.graph)
     found = []
@@ -87,7 +98,24 @@ def tile_tables(score_mod: GraphModule, kernel_options: dict[str, Any], captured
         kind = described.get(owner) or (PAIR if all(read == pair for read in reads) else None)
         if kind is not None and kind.readable(captured[owner]):
             found.append(TileTable(len(found), owner, kind, *axes))
-    return TileTables(tuple(found), captured)
+    # The keys of a tile are in ascending order for the other tables.
+    return TileTables(tuple(found or _with_descending_keys(inputs, captured, lengths)), captured)
+
+
+def _with_descending_keys(inputs: ScoreMod, captured: Sequence[Any], lengths: Sequence[Any]) -> list[TileTable]:
+    found = []
+    for owner, placeholder in enumerate(inputs.captured):
+        tensor = captured[owner]
+        blocks = {
+            block(read.args[1], tensor.get_size(), tensor.get_stride(), inputs, lengths) for read in reads_of(placeholder)
+        }
+        if len(blocks) != 1 or None in blocks or not tensor.get_dtype().is_floating_point:
+            continue
+        (only,) = blocks
+        by_tma = Target.of(tensor.get_device()).tma and is_aligned(tensor, TMA_ALIGNMENT)
+        if by_tma and only.aligned(tensor.get_dtype().itemsize):
+            found.append(TileTable(len(found), owner, PAIR, only.strides[0] > 0, only.strides[1] > 0, only))
+    return found
 
 
 def reads_of(table: Node) -> list[Node]:

@@ -45,7 +45,18 @@ def rows_and_columns_of_an_image(table, **options):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
-ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, rows_and_columns_of_an_image)}
+def relative_shift(table, **options):
+    positions = torch.zeros(1, 2, LENGTH, 2 * LENGTH - 1, requires_grad=True)
+
+    def score_mod(s, b, h, i, j):
+        return s + positions[b, h, i, i - j + LENGTH - 1]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
+
+
+ATTENTIONS = {
+    f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, rows_and_columns_of_an_image, relative_shift)
+}
 
 
 def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):

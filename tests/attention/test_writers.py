@@ -14,12 +14,16 @@ from .test_bounds import EXPRESSIONS, EXTENTS, evaluate
 B, H, Q, K = False, False, True, True
 
 
-def found(function, shape, extents=EXTENTS):
-    """The writers of ``t[function(b, h, q, k)]`` for a tensor of this shape."""
+def traced(function):
+    """The indices that ``function(b, h, q, k)`` returns, and the inputs of their graph."""
     index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     module = make_fx(function, tracing_mode="fake")(*index)
-    inputs = ScoreMod.of_mask(module.graph)
-    indices = tuple(output_nodes(module.graph))
+    return tuple(output_nodes(module.graph)), ScoreMod.of_mask(module.graph)
+
+
+def found(function, shape, extents=EXTENTS):
+    """The writers of ``t[function(b, h, q, k)]`` for a tensor of this shape."""
+    indices, inputs = traced(function)
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
     contribution = Contribution(None, indices, shape, positions, (True,) * 4, (True,) * len(shape), False)
     return writers(contribution, inputs, extents)

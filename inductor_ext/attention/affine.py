@@ -1,0 +1,87 @@
+"""Integer expressions that are sums of multiples of the positions b, h, q and k and of a constant: ``q - k + 1023``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..core.fx import CASTS_AND_COPIES, dtype_of
+from .bounds import interval
+from .captured_grads import constant_of
+from .score_mod import ScoreMod
+
+aten = torch.ops.aten
+#: The factors of b, h, q and k.
+Factors = tuple[int, int, int, int]
+NO_FACTORS: Factors = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``sum(factor * position) + constant``, if no operation of the expression wraps."""
+
+    factors: Factors
+    constant: int
+
+    def __add__(self, other: Affine) -> Affine:
+        factors = tuple(x + y for x, y in zip(self.factors, other.factors, strict=True))
+        return Affine(factors, self.constant + other.constant)
+
+    def __mul__(self, number: int) -> Affine:
+        return Affine(tuple(x * number for x in self.factors), self.constant * number)
+
+
+def affine(node: Any, inputs: ScoreMod) -> Affine | None:
+    """Return an index of a score_mod as multiples of its positions, or None if it is something else."""
+    constant = constant_of(node)
+    if constant is not None:
+        return Affine(NO_FACTORS, constant)
+    if node in inputs.positions:
+        return Affine(tuple(int(node is p) for p in inputs.positions), 0)
+    # Positions are int32, and a narrower integer would be another number.
+    if not isinstance(node, Node) or dtype_of(node) not in (torch.int32, torch.int64) or node.kwargs.get("alpha", 1) != 1:
+        return None
+    if node.target in CASTS_AND_COPIES:
+        return affine(node.args[0], inputs)
+    if node.target is aten.neg.default:
+        return _times(affine(node.args[0], inputs), -1)
+    if node.target is aten.mul.Tensor:
+        x, factor = node.args if constant_of(node.args[1]) is not None else reversed(node.args)
+        return _times(affine(x, inputs), constant_of(factor))
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        x, y = (affine(a, inputs) for a in node.args)
+        y = _times(y, -1) if node.target is aten.sub.Tensor else y
+        return None if x is None or y is None else x + y
+    return None
+
+
+def _times(x: Affine | None, number: int | None) -> Affine | None:
+    return None if x is None or number is None else x * number
+
+
+def address(
+    indices: Sequence[Any], shape: Sequence[Any], strides: Sequence[Any], inputs: ScoreMod, lengths: Sequence[Any]
+) -> Affine | None:
+    """Return the offset of ``tensor[indices]`` in elements, or None if it is not affine or not known to be in bounds.
+
+    ``lengths`` are those of b, h, q and k. Nothing is known of symbolic sizes.
+    """
+    ranges = inputs.ranges(lengths)
+    total = Affine(NO_FACTORS, 0)
+    for index, size, stride in zip(indices, shape, strides, strict=True):
+        term = affine(index, inputs)
+        numbers = all(isinstance(n, (int, sympy.Integer)) for n in (size, stride, *lengths))
+        if term is None or not numbers:
+            return None
+        spans = [factor * (length - 1) for factor, length in zip(term.factors, lengths, strict=True)]
+        low, high = (term.constant + sum(clip(span, 0) for span in spans) for clip in (min, max))
+        # The interval of a sum that wraps is another one, and a negative index counts from the end.
+        if interval(index, ranges) != (low, high) or low < 0 or high >= size:
+            return None
+        total += term * int(stride)
+    return total
