@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention.captured import CapturedGradients, Plan
 from inductor_ext.attention.captured_grads import Contribution
-from inductor_ext.attention.kinds import Reduction
+from inductor_ext.attention.kinds import PAIR, Reduction
+from inductor_ext.attention.tile_tables import TileTable
 from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
 from inductor_ext.core.target import Target
@@ -64,11 +65,12 @@ def gradients(*kinds):
     axes = {Reduction.SUM: (False, True, False, False)}
 
     def contribution(axes):
-        return Contribution(None, (None,), (1,), (None,), axes, (True,), on_score=False)
+        return Contribution(None, (None,), (1,), (None,), axes, (True,), (True,), on_score=False)
 
     def plan(owner, kind):
         made = contribution(axes.get(kind, (True,) * 4))
-        return Plan(owner, made, Writers((False,) * 4, 0, 0, False), None, kind, False, False, None, wide=False)
+        table = TileTable(0, owner, PAIR, True, True) if kind is Reduction.STORE else None
+        return Plan(owner, made, Writers((False,) * 4, 0, 0, False), None, kind, False, False, table, wide=False)
 
     return CapturedGradients([], plans=[plan(i, kind) for i, kind in enumerate(kinds)])
 
@@ -79,6 +81,8 @@ CAPTURED = {
     "relative": gradients(Reduction.STRIP),
     "scaled_and_gathered": gradients(Reduction.SUM, Reduction.SCATTER),
     "rows_and_columns_of_an_image": gradients(Reduction.SCATTER, Reduction.SCATTER),
+    "relative_shift": gradients(Reduction.STORE),
+    "pairs_of_segments": gradients(Reduction.BY_ENTRY),
 }
 
 

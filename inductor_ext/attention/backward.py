@@ -115,6 +115,9 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options())
     template_options["ONE_PASS"] = one_pass
+    # A one-hot is exact in TF32, and 11 bits of the other operand are more than the result keeps.
+    half = call.query.get_dtype().itemsize == 2
+    template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and rows_aligned
     score_buffer, reads, read_buffers = inlining.score(score_graph)

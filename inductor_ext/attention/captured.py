@@ -5,6 +5,7 @@ every element has one writer              STORE    stored in the tensor's dtype,
 a diagonal                                STRIP    TMA adds whole tiles to a skewed strip, which is folded afterwards
                                           DIAGONAL without TMA: summed along the diagonals of a tile
 a pair of positions                       BLOCK    with TMA: whole tiles are added
+few entries for queries, others for keys  BY_ENTRY summed for each key and entry of the query, by a matmul with a one-hot
 does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
 anything else                             SCATTER  one fp32 add for each score, or for scores of a tile that share an element
 any of these, deterministic               PARTIAL  stored into a workspace, which is summed afterwards (deterministic.py)
@@ -27,11 +28,11 @@ from ..core.templates import Listed
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
-from ..torch_api.sizes import statically_known_true
+from ..torch_api.sizes import known_at_most, statically_known_true
 from . import common, deterministic
 from .blocks import Block
 from .captured_grads import Contribution
-from .inlining import InlinedContribution, Inlining
+from .inlining import MOST_ENTRIES, InlinedContribution, Inlining
 from .kinds import PAIR, Reduction
 from .kinds.diagonals import STRIP_ROWS, strip_shape
 from .tile_tables import TileTable
@@ -105,7 +106,17 @@ class Plan:
             keys_repeat=self.keys_repeat,
             may_share=self.may_share,
             block=self.block,
+            query_dim=self.contribution.query_dim if self.reduction is Reduction.BY_ENTRY else None,
+            entries=self.entries,
         )
+
+    @property
+    def entries(self) -> int:
+        """The number of sums for each key. tl.dot takes no fewer than 16, if there is one for each entry of the queries."""
+        contribution = self.contribution
+        if self.reduction is not Reduction.BY_ENTRY:
+            return 1
+        return 16 if known_at_most(contribution.shape[contribution.query_dim], 16) else MOST_ENTRIES
 
     @property
     def keys_repeat(self) -> bool:
@@ -138,6 +149,8 @@ class TemplateContribution:
     within a tile whose length divides this number, which is 0 if there is none. keys_repeat: the offset is the same in every
     tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
     tile may have few entries. block: as in a plan.
+    query_dim: the dim with few entries for queries, if key programs sum by entry, otherwise None. entries: the number of
+    sums for each key.
     """
 
     number: int
@@ -159,6 +172,19 @@ class TemplateContribution:
     keys_repeat: bool
     may_share: bool
     block: Block | None
+    query_dim: int | None
+    entries: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its subgraphs, in order."""
+        entry = () if self.query_dim is None else ("entry", "entry_in_bounds")
+        return ("value", *entry, "offset", "in_bounds")
+
+    @property
+    def by_key_program(self) -> bool:
+        """Whether key programs sum it over their queries."""
+        return not self.by_query or self.query_dim is not None
 
     @property
     def name(self) -> str:
@@ -355,9 +381,10 @@ def plan_gradients(
             elif table is not None:
                 reduction = table.kind.reduction(tma_allowed, result.lengths)
             else:
-                reduction = Reduction.SCATTER if all(part.contribution.axes[2:]) else Reduction.SUM
+                scattered = Reduction.BY_ENTRY if part.by_entry else Reduction.SCATTER
+                reduction = scattered if all(part.contribution.axes[2:]) else Reduction.SUM
             wide = inlining.captured[owner].get_dtype().itemsize >= 4
-            result.inlined.extend(part.buffers)
+            result.inlined.extend([part.buffers[0], *part.by_entry] if reduction is Reduction.BY_ENTRY else part.buffers)
             everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)
             plan = Plan(
                 owner,

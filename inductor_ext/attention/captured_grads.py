@@ -38,9 +38,9 @@ class Contribution:
 
     value: a scalar node of the joint graph. indices: one scalar node or int for each dim of the captured tensor, which has
     this shape. positions: for each index, which of b, h, q, k (0 to 3) it is, or None if it is something else. axes: for
-    each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. varying: for each
-    index, whether it depends on q or k. on_score: whether the indices are computed from the score or from its gradient, so
-    that they may be different for every score.
+    each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. by_query, by_key:
+    for each index, whether it depends on q (on k). on_score: whether the indices are computed from the score or from its
+    gradient, so that they may be different for every score.
     """
 
     value: Node
@@ -48,8 +48,20 @@ class Contribution:
     shape: tuple[Any, ...]
     positions: tuple[int | None, ...]
     axes: tuple[bool, ...]
-    varying: tuple[bool, ...]
+    by_query: tuple[bool, ...]
+    by_key: tuple[bool, ...]
     on_score: bool
+
+    @property
+    def varying(self) -> tuple[bool, ...]:
+        """For each index, whether it depends on q or k."""
+        return tuple(q or k for q, k in zip(self.by_query, self.by_key, strict=True))
+
+    @property
+    def query_dim(self) -> int | None:
+        """The only dim whose index depends on the query, if that index does not depend on the key. Otherwise None."""
+        dims = [dim for dim, by_query in enumerate(self.by_query) if by_query]
+        return dims[0] if len(dims) == 1 and not self.by_key[dims[0]] else None
 
     @property
     def plain(self) -> bool:
@@ -97,9 +109,9 @@ def _contribution(inputs: ScoreMod, shape: tuple[Any, ...], value: Node, indices
     scores = inputs.score, inputs.grad_score
     on_score = not reached.isdisjoint(scores)
     axes = tuple(on_score or position in reached for position in inputs.positions)
-    varying = tuple(not one.isdisjoint((inputs.q, inputs.k, *scores)) for one in cones)
+    by_query, by_key = (tuple(not one.isdisjoint((p, *scores)) for one in cones) for p in (inputs.q, inputs.k))
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
-    return Contribution(value, indices, shape, positions, axes, varying, on_score)
+    return Contribution(value, indices, shape, positions, axes, by_query, by_key, on_score)
 
 
 def constant_of(index: Any) -> int | None:

@@ -7,7 +7,7 @@ stays inside its tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..core import subgraphs
 from ..core.fx import cone, dtype_of, fake_tensor
 from ..core.templates import Listed
 from ..torch_api.ir import contiguous_strides, input_buffer
+from ..torch_api.sizes import known_at_most
 from .blocks import Block, block
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
@@ -27,6 +28,8 @@ from .writers import Writers, writers
 
 aten = torch.ops.aten
 
+#: A kernel sums for each key and each entry of the query if there are at most this many entries of queries.
+MOST_ENTRIES = 32
 _POSITIONS = tuple((name, torch.int32) for name in ("b", "h", "m", "n"))
 _SCORE = (("score", torch.float32), *_POSITIONS)
 _JOINT = (*_SCORE, ("grad_score_mod", torch.float32))
@@ -38,7 +41,8 @@ class InlinedContribution:
 
     writers: which scores are added to one element. block: the matrices that its elements are, or None. buffers: its value,
     its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
-    to be run on all positions at once, or None where that is not needed.
+    to be run on all positions at once, or None where that is not needed. by_entry: offset and in_bounds of its
+    ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query.
     """
 
     contribution: Contribution
@@ -47,6 +51,7 @@ class InlinedContribution:
     buffers: list[Any]
     checked: bool
     address: GraphModule | None = None
+    by_entry: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,25 @@ class Inlining:
         written_by = writers(contribution, joint.inputs, self.lengths)
         strides = contiguous_strides(contribution.shape)
         matrices = block(contribution.indices, contribution.shape, strides, joint.inputs, self.lengths)
-        if contribution.plain or not in_order:
+        if not in_order:
+            by_entry = self._by_entry(joint, contribution)
+            return InlinedContribution(contribution, written_by, matrices, buffers, checked, by_entry=by_entry)
+        if contribution.plain:
             return InlinedContribution(contribution, written_by, matrices, buffers, checked)
         over_tensors, _ = self._address(joint, contribution)
         clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
         return InlinedContribution(contribution, written_by, matrices, buffers, checked, over_tensors)
+
+    def _by_entry(self, joint: JointGraph, contribution: Contribution) -> list[Any]:
+        """Lower the address in the dim of the query, and that in the other dims, if the dim of the query is short."""
+        dim = contribution.query_dim
+        if dim is None or not contribution.axes[3] or not known_at_most(contribution.shape[dim], MOST_ENTRIES):
+            return []
+        elsewhere = [0 if d == dim else index for d, index in enumerate(contribution.indices)]
+        of_query = replace(contribution, indices=(contribution.indices[dim],), shape=(contribution.shape[dim],))
+        of_key = replace(contribution, indices=tuple(elsewhere))
+        modules = (self._address(joint, part)[0] for part in (of_query, of_key))
+        return [buffer for module in modules for buffer in self._lowered(module, ScoreMod.of_joint, _JOINT)]
 
     def _address(self, joint: JointGraph, contribution: Contribution) -> tuple[GraphModule, bool]:
         module = returning(joint.module, contribution.indices)

@@ -54,9 +54,17 @@ def relative_shift(table, **options):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
-ATTENTIONS = {
-    f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, rows_and_columns_of_an_image, relative_shift)
-}
+def pairs_of_segments(table, **options):
+    pairs, segment = torch.zeros(2, 8, 8, requires_grad=True), torch.arange(LENGTH) // 50
+
+    def score_mod(s, b, h, i, j):
+        return s + pairs[h, segment[i], segment[j]]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
+
+
+_OF_MODELS = (rows_and_columns_of_an_image, relative_shift, pairs_of_segments)
+ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, *_OF_MODELS)}
 
 
 def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):

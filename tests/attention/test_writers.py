@@ -25,7 +25,7 @@ def found(function, shape, extents=EXTENTS):
     """The writers of ``t[function(b, h, q, k)]`` for a tensor of this shape."""
     indices, inputs = traced(function)
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
-    contribution = Contribution(None, indices, shape, positions, (True,) * 4, (True,) * len(shape), False)
+    contribution = Contribution(None, indices, shape, positions, (True,) * 4, *[(True,) * len(shape)] * 2, False)
     return writers(contribution, inputs, extents)
 
 

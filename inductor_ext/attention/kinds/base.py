@@ -75,6 +75,7 @@ class Reduction(enum.Enum):
     DIAGONAL = "summed along the diagonals of a tile"
     BLOCK = "tiles added to the gradient"
     SUM = "summed in registers"
+    BY_ENTRY = "summed for each key and each entry of the query"
     SCATTER = "one fp32 add for each score, or for those of a tile that share an element"
     PARTIAL = "partial sums in a fixed order"
 
