@@ -32,6 +32,7 @@ from ..torch_api.sizes import known_at_most, statically_known_true
 from . import common, deterministic
 from .blocks import Block
 from .captured_grads import Contribution
+from .copies import copies
 from .inlining import MOST_ENTRIES, InlinedContribution, Inlining
 from .kinds import PAIR, Reduction
 from .kinds.diagonals import STRIP_ROWS, strip_shape
@@ -82,7 +83,7 @@ class Plan:
         """Whether the tensor is a table of which each tile reads one vector."""
         return self.table is not None and self.table.kind.as_vector
 
-    def seen_by_template(self, number: int) -> TemplateContribution:
+    def seen_by_template(self, number: int, copies: int) -> TemplateContribution:
         """Return the contribution as the template sees it; ``number`` is its number in the kernel."""
         adds = self.reduction.name.lower()
         if self.moved_by_tma:
@@ -108,7 +109,13 @@ class Plan:
             block=self.block,
             query_dim=self.contribution.query_dim if self.reduction is Reduction.BY_ENTRY else None,
             entries=self.entries,
+            copies=copies,
         )
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there is one add for each score, and those of different batch elements may go to one address."""
+        return self.reduction is Reduction.SCATTER and not self.writers.determined[0]
 
     @property
     def entries(self) -> int:
@@ -150,7 +157,7 @@ class TemplateContribution:
     tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
     tile may have few entries. block: as in a plan.
     query_dim: the dim with few entries for queries, if key programs sum by entry, otherwise None. entries: the number of
-    sums for each key.
+    sums for each key. copies: the number of copies of the gradient.
     """
 
     number: int
@@ -174,6 +181,7 @@ class TemplateContribution:
     block: Block | None
     query_dim: int | None
     entries: int
+    copies: int
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -280,10 +288,17 @@ class CapturedGradients:
     def options(self) -> dict[str, Any]:
         """Return the contributions, over which the backward template iterates, and the shape of strips."""
         return {
-            "CONTRIBUTIONS": Listed(plan.seen_by_template(number) for number, plan in enumerate(self.plans)),
+            "CONTRIBUTIONS": Listed(
+                plan.seen_by_template(number, self._copies(plan.owner)) for number, plan in enumerate(self.plans)
+            ),
             "STRIP_ROWS": STRIP_ROWS,
             "STRIP_OFFSET": strip_shape(*self.lengths)[0] if self.has_strips else 0,
         }
+
+    def _copies(self, owner: int) -> int:
+        plans = [plan for plan in self.plans if plan.owner == owner]
+        crowded = any(plan.crowded for plan in plans) and all(plan.table is None for plan in plans)
+        return copies(plans[0].contribution.shape) if crowded else 1
 
     def allocate(
         self, tensors: Sequence[Any], block_mask: FlexBlockMask, device: torch.device, tilings: Sequence[dict[str, Any]]
@@ -316,7 +331,8 @@ class CapturedGradients:
             return full(size, 0, tensor.get_dtype(), device)
         if plans and plans[0].table is not None:
             return plans[0].table.kind.buffer(plans[0].reduction, size, self.lengths, device)
-        return full(size, 0, torch.float32, device)
+        several = self._copies(plans[0].owner) if plans else 1
+        return full([several, *size] if several > 1 else size, 0, torch.float32, device)
 
     def results(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients in the dtypes of the captured tensors. This is the only rounding."""
@@ -327,6 +343,8 @@ class CapturedGradients:
             first = plans[0][0] if plans else None
             if first is not None and first.table is not None and buffer is not None:
                 total = first.table.kind.folded(buffer, first.reduction, tensor.get_size(), self.lengths)
+            elif first is not None and buffer is not None and self._copies(owner) > 1:
+                total = lowerings[aten.sum](buffer, axis=[0])
             for plan, target in plans if first is not None and first.reduction is Reduction.PARTIAL else ():
                 part = self._in_order(plan, target, tensor, tensors)
                 total = part if total is None else lowerings[aten.add](total, part)
@@ -334,7 +352,9 @@ class CapturedGradients:
             if total is None and not isinstance(tensor, sympy.Basic) and tensor.get_dtype().is_floating_point:
                 # The score_mod detaches it, and the graph may add this gradient to that of another use of the tensor.
                 total = full(tensor.get_size(), 0, tensor.get_dtype(), tensor.get_device())
-            results.append(None if total is None else convert(total, tensor.get_dtype()))
+            # A cast to the same dtype would be a copy.
+            rounded = total is not None and total.get_dtype() is not tensor.get_dtype()
+            results.append(convert(total, tensor.get_dtype()) if rounded else total)
         return tuple(results)
 
     def _in_order(self, plan: Plan, target: Any, tensor: Any, tensors: Sequence[Any]) -> Any:
