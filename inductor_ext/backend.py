@@ -53,11 +53,13 @@ _FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_ce
 _numbers = itertools.count()
 
 
-class _OnJointGraph(CacheKey):
-    """Runs our passes on the joint graph, before stock's passes and after the user's pass.
+class _StageOfJointGraph(CacheKey):
+    """Runs a stage of our passes on the joint graph, after the user's pass of the same slot.
 
     In inference there is no joint graph, and they run on the whole graph.
     """
+
+    stage: str
 
     def __init__(self, options: Options, users: list[Any], dump: Dump) -> None:
         super().__init__(options, users)
@@ -65,7 +67,19 @@ class _OnJointGraph(CacheKey):
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        passes.run("joint", graph.owning_module, self.options, self.dump)
+        passes.run(self.stage, graph.owning_module, self.options, self.dump)
+
+
+class _OnJointGraph(_StageOfJointGraph):
+    """Runs before stock's passes."""
+
+    stage = "joint"
+
+
+class _BeforePartition(_StageOfJointGraph):
+    """Runs after stock's passes."""
+
+    stage = "partition"
 
 
 def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
@@ -74,6 +88,7 @@ def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[
     for slot, ours in (
         ("post_grad_custom_pre_pass", CacheKey),
         ("joint_custom_pre_pass", partial(_OnJointGraph, dump=dump)),
+        ("joint_custom_post_pass", partial(_BeforePartition, dump=dump)),
     ):
         users = custom_passes(patches.get(slot, getattr(inductor_config, slot)))
         patched[slot] = ours(options, users)

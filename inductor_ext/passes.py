@@ -2,6 +2,7 @@
 
     stage "dynamo"     Dynamo's graph, before autograd
     stage "joint"      the joint graph of AOTAutograd (the whole graph, in inference), before it is partitioned
+    stage "partition"  the same graph after Inductor's own passes over it
     stage "post_aot"   a forward or backward graph right before Inductor lowers it
 
 A graph may contain others: the body of a checkpoint, a branch, a loop or a compiled region. The passes run on each of them.
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .attention import canonical, hoisting, layouts
+from .attention import canonical, hoisting, layouts, no_mask
 from .attention import cpu as dense_attention
 from .casts import rewrite as casts
 from .core import joint_graph
@@ -85,6 +86,12 @@ ORDER: tuple[Pass, ...] = (
         lambda build, options: casts.widen_matmuls(build, options),
     ),
     Pass(
+        "no_mask",
+        "partition",
+        "makes constants of the block mask that flex_attention computes if there is none, which our kernels do not read",
+        lambda build, options: no_mask.rewrite(build, options),
+    ),
+    Pass(
         "dense_attention",
         "post_aot",
         "turns flex_attention on CPU tensors into blocked dense math, which can be trained",
@@ -115,7 +122,7 @@ def run(stage: str, gm: GraphModule, options: Options, dump: Dump) -> None:
 @contextlib.contextmanager
 def _target(stage: str, module: GraphModule) -> Iterator[Any]:
     """Yield the argument of the passes of a stage: the module, or the builder that they share on a joint graph."""
-    if stage != "joint":
+    if stage not in ("joint", "partition"):
         yield module
         return
     with joint_graph.building(module.graph) as build:

@@ -29,6 +29,7 @@ from .captured import CapturedGradients, NotInOrder, plan_gradients
 from .captured_grads import JointGraph, NotUnderstood, take_apart
 from .inlining import Inlining
 from .kinds.diagonals import STRIP_ROWS
+from .no_mask import hides_nothing
 from .tile_tables import tile_tables
 from .tiles import backward_config
 
@@ -92,7 +93,8 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
         size = [*call.query.get_size()[:3], call.value.get_size()[-1]]
         call = replace(call, grad_out=full(size, 0, call.query.get_dtype(), call.query.get_device()))
     delta = _delta(call)
-    call = call.realized("query", "key", "value", "logsumexp", "grad_out")
+    nothing_hidden = hides_nothing(BackwardCall.of(node), call.mask.mask_mod.graph_module)
+    call = call.realized("query", "key", "value", "logsumexp", "grad_out", mask=not nothing_hidden)
     (delta,) = realize([delta])
     device = call.query.get_device()
 
@@ -104,12 +106,12 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
     one_pass = _one_pass(options, call, captured)
     grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
-    full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks = common.full_block_lists(call.mask, device)
     inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
-    inputs += [call.mask.kv_num_blocks, call.mask.kv_indices, call.mask.q_num_blocks, call.mask.q_indices]
-    inputs += [full_kv_num_blocks, full_kv_blocks, full_q_num_blocks, full_q_blocks]
+    mask = common.mask_operands(call.mask, ["KV", "Q"], nothing_hidden)
+    generators = mask.generators(len(inputs))
+    inputs += mask.tensors
 
-    template_options = common.template_options(call)
+    template_options = common.template_options(call) | mask.options()
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
@@ -137,10 +139,6 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
             **tiled,
             **captured.options(),
         )
-    generators: dict[int, Any] = {}
-    for i in range(8, 16, 2):
-        generators[i] = common.num_blocks_for_autotuning(inputs[i + 1])
-        generators[i + 1] = common.indices_for_autotuning
     all_captured = [*call.captured, *call.mask_captured]
     grad_key = autotune(
         "gradfuse_flex_attention_backward",

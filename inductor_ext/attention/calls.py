@@ -25,14 +25,17 @@ class _Call:
         """The parts of the block mask by name."""
         return FlexBlockMask.of(self.block_mask)
 
-    def realized(self, *names: str) -> Any:
-        """Return the same call of IR nodes, after realizing those in ``names``, the captured tensors and the block mask."""
-        mask = self.mask
+    def realized(self, *names: str, mask: bool) -> Any:
+        """Return the same call of IR nodes, after realizing those in ``names`` and the captured tensors.
+
+        ``mask``: also those of the block mask.
+        """
+        parts = self.mask
         given = dict(zip(names, realize([getattr(self, name) for name in names]), strict=True))
         return dataclasses.replace(
             self,
             **given,
-            block_mask=FlexBlockMask(*realize(mask[:-1]), mask.mask_mod),
+            block_mask=FlexBlockMask(*realize(parts[:-1]), parts.mask_mod) if mask else parts,
             captured=realize(self.captured),
             mask_captured=realize(self.mask_captured),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -12,9 +13,10 @@ from ..core.fx import fake_tensor
 from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, next_power_of_two
 from ..core.report import user_line
 from ..core.target import Target
+from ..core.templates import Listed
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
-from ..torch_api.lowering import V, empty
+from ..torch_api.lowering import V
 from ..torch_api.sizes import FloorDiv, Mod, hint
 from . import descriptor
 from .calls import BackwardCall, ForwardCall
@@ -174,7 +176,44 @@ def is_unmasked(block_mask: FlexBlockMask) -> bool:
     return all(isinstance(n, int) and n >= NO_MASK_BLOCK_SIZE for n in sizes)
 
 
-def num_blocks_for_autotuning(indices: Any) -> Any:
+@dataclass(frozen=True)
+class MaskOperands:
+    """The tensors of a block mask that a kernel reads: none if it hides nothing.
+
+    names: those of the kernel's arguments, for example KV_NUM_BLOCKS and KV_BLOCKS. tensors: the operands of these.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Any, ...]
+
+    def options(self) -> dict[str, Any]:
+        """Return the template options."""
+        return {"MASK_ARGUMENTS": Listed(self.names), "NO_MASK": not self.names}
+
+    def generators(self, first: int) -> dict[int, Any]:
+        """Return functions that make representative tensors for autotuning. ``first``: the number of the first operand."""
+        made = {}
+        for i in range(0, len(self.tensors), 2):
+            made[first + i] = _all_blocks(self.tensors[i + 1])
+            made[first + i + 1] = _blocks_in_order
+        return made
+
+
+def mask_operands(mask: FlexBlockMask, sides: Sequence[str], nothing_hidden: bool) -> MaskOperands:
+    """Return the operands for the rows ("KV") and the columns ("Q") of a block mask, as far as ``sides`` has them."""
+    lists = {
+        "KV": (mask.kv_num_blocks, mask.kv_indices),
+        "FULL_KV": (mask.full_kv_num_blocks, mask.full_kv_indices),
+        "Q": (mask.q_num_blocks, mask.q_indices),
+        "FULL_Q": (mask.full_q_num_blocks, mask.full_q_indices),
+    }
+    kinds = [full + side for full in ("", "FULL_") for side in sides if lists[full + side][0] is not None]
+    kinds = [] if nothing_hidden else kinds
+    names = tuple(name for kind in kinds for name in (f"{kind}_NUM_BLOCKS", f"{kind}_BLOCKS"))
+    return MaskOperands(names, tuple(tensor for kind in kinds for tensor in lists[kind]))
+
+
+def _all_blocks(indices: Any) -> Any:
     """Return a function that makes a representative ``*_num_blocks`` tensor, in which every block is listed."""
 
     def generate(x: Any) -> torch.Tensor:
@@ -184,18 +223,7 @@ def num_blocks_for_autotuning(indices: Any) -> Any:
     return generate
 
 
-def indices_for_autotuning(x: Any) -> torch.Tensor:
+def _blocks_in_order(x: Any) -> torch.Tensor:
     """Return a representative ``*_indices`` tensor, which lists the blocks in order."""
     size = [hint(s) for s in x.get_size()]
     return torch.arange(size[-1], dtype=x.get_dtype(), device=x.get_device()).expand(size).contiguous()
-
-
-def full_block_lists(block_mask: FlexBlockMask, device: torch.device) -> list[Any]:
-    """Return the four operands for full blocks; if there are none, four empty tensors, which the templates do not read."""
-    lists = [
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-        block_mask.full_q_num_blocks,
-        block_mask.full_q_indices,
-    ]
-    return [empty(0, device=device) for _ in lists] if lists[0] is None else lists

@@ -22,6 +22,7 @@ from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining
+from .no_mask import hides_nothing
 from .tile_tables import tile_tables
 from .tiles import forward_config
 
@@ -62,9 +63,10 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     common.check_head_dims(call.query, call.value)
-    call = call.realized("query", "key", "value")
-    query, device, dtype = call.query, call.query.get_device(), call.query.get_dtype()
     node = V.graph.current_node
+    nothing_hidden = hides_nothing(ForwardCall.of(node), call.mask.mask_mod.graph_module)
+    call = call.realized("query", "key", "value", mask=not nothing_hidden)
+    query, device, dtype = call.query, call.query.get_device(), call.query.get_dtype()
     batch, heads, length, _ = query.get_size()
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
@@ -77,11 +79,12 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
     logsumexp = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
     max_scores = empty_strided([batch, heads, length], None, dtype=torch.float32, device=device)
-    full_kv_num_blocks, full_kv_blocks, *_ = common.full_block_lists(call.mask, device)
-    inputs = [query, call.key, call.value, logsumexp, max_scores, call.mask.kv_num_blocks, call.mask.kv_indices]
-    inputs += [full_kv_num_blocks, full_kv_blocks]
+    mask = common.mask_operands(call.mask, ["KV"], nothing_hidden)
+    inputs = [query, call.key, call.value, logsumexp, max_scores]
+    generators = mask.generators(len(inputs))
+    inputs += mask.tensors
 
-    template_options = common.template_options(call)
+    template_options = common.template_options(call) | mask.options()
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
@@ -110,12 +113,6 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             call_sizes=query.get_size(),
             **tiled,
         )
-    generators = {
-        5: common.num_blocks_for_autotuning(call.mask.kv_indices),
-        6: common.indices_for_autotuning,
-        7: common.num_blocks_for_autotuning(full_kv_blocks),
-        8: common.indices_for_autotuning,
-    }
     captured = [*call.captured, *call.mask_captured]
     out = autotune(
         "gradfuse_flex_attention",

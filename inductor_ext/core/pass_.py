@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from ..options import Options
 from .joint_graph import Builder
 
-Stage = Literal["dynamo", "joint", "post_aot"]
+Stage = Literal["dynamo", "joint", "partition", "post_aot"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Pass:
     """One rewrite.
 
     name: the name in ``disable``, reports, dumps and the documents. stage: when it runs. what: one line for the documents.
-    run: rewrites a graph in place. It takes a GraphModule, or for the joint graph the ``Builder`` that the passes share
-    there, and the options. It does not have to ask whether it is enabled, check the graph, or recompile it.
+    run: rewrites a graph in place. It takes a GraphModule, or for the joint graph the ``Builder`` that the passes of a
+    stage share there, and the options. It does not have to ask whether it is enabled, check the graph, or recompile it.
     """
 
     name: str
