@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from inductor_ext.attention.captured import CapturedGradients, Plan
+from inductor_ext.attention.captured import CapturedGradients
 from inductor_ext.attention.captured_grads import Contribution
 from inductor_ext.attention.kinds import PAIR, Reduction
+from inductor_ext.attention.plans import Plan
 from inductor_ext.attention.tile_tables import TileTable
 from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
