@@ -69,6 +69,29 @@ def test_a_gradient_without_the_padding_of_its_table(shared):
     assert (got - want).norm() < 1e-5 * want.norm()
 
 
+def test_a_table_of_pairs_for_an_odd_number_of_keys():
+    """BEiT has 197 tokens: the rows of the table are padded, so that TMA reads and adds blocks of it."""
+    generator = torch.Generator().manual_seed(0)
+    t = torch.randn(9, 2, generator=generator)
+    index = torch.randint(0, 9, (S, 33), generator=generator)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=generator, requires_grad=True) for n in (S, 33, 33))
+    table = t.clone().requires_grad_()
+
+    def attend(q, k, v, t):
+        bias = lambda s, b, h, i, j: s + t[index[i, j], h]  # noqa: E731
+        return flex_attention(q, k, v, score_mod=bias, kernel_options={"bwd_ONE_PASS": True})
+
+    compiled = torch.compile(attend, backend="gradfuse", fullgraph=True)
+    with triton_on_cpu(tma=True):
+        got = torch.autograd.grad(compiled(q, k, v, table).square().sum(), (table, k))
+    exact = [x.detach().double().requires_grad_() for x in (t, k)]
+    out = (q.double() @ exact[1].mT / 4 + exact[0][index].permute(2, 0, 1)).softmax(-1) @ v.double()
+    for x, y in zip(got, torch.autograd.grad(out.square().sum(), exact), strict=True):
+        assert (x - y).norm() < 1e-5 * y.norm()
+    forward, backward = triton_sources(torch.compile(attend, backend="gradfuse"), q, k, v, table, tma=True)
+    assert "blocks_of_table_0.load" in forward and "blocks_of_grad_0.atomic_add" in backward
+
+
 def test_a_diagonal_is_spread_over_the_tile():
     source = forward_source(storage(4 * S).view(2, 2 * S), lambda t: lambda s, b, h, q, k: s + t[h, q - k + S], tma=False)
     assert "tl.gather(line" in source

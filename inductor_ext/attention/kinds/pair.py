@@ -15,9 +15,20 @@ from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
 from .base import Reduction, TiledKind
 
+#: Rows of this many fp32 elements are aligned.
+_UNIT = TMA_ALIGNMENT // 4
+
+
+def _padded(keys: Any) -> Any:
+    """Return the length of a table's rows. A symbolic length is as it is."""
+    return -(-keys // _UNIT) * _UNIT if isinstance(keys, int) and keys % _UNIT else keys
+
 
 class Pair(TiledKind):
-    """``t[b, h, q, k]``: an expression that depends on both positions, in no simpler form that is known."""
+    """``t[b, h, q, k]``: an expression that depends on both positions, in no simpler form that is known.
+
+    The rows of a table are padded with their last value so that TMA can move blocks of it, for any number of keys.
+    """
 
     name = "pair"
     reads = "one value for each pair"
@@ -35,12 +46,13 @@ class Pair(TiledKind):
         return ["Q", "K"]
 
     def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """There is one element for each query and key."""
-        return [queries, keys]
+        """There is one element for each query and key, in rows of whole units of TMA."""
+        return [queries, _padded(keys)]
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
         """Return the positions along the table."""
-        return axes[0], axes[1]
+        q, k = axes
+        return q, k if _padded(keys) is keys else outer.method("clamp", k, max=keys - 1)
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
         """Return the query and the key."""
