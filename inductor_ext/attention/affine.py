@@ -36,8 +36,35 @@ class Affine:
         return Affine(tuple(x * number for x in self.factors), self.constant * number)
 
 
-def affine(node: Any, inputs: ScoreMod) -> Affine | None:
-    """Return an index of a score_mod as multiples of its positions, or None if it is something else."""
+@dataclass(frozen=True)
+class Clamp:
+    """``clamp(node, low, high)``: of several clamps, the tightest bounds. An end may be None."""
+
+    node: Node
+    low: int | None
+    high: int | None
+
+
+def clamp_of(node: Node) -> Clamp | None:
+    """Return the clamp that a node is, or None if it is none or its bounds are not constants."""
+    position = {aten.clamp.default: (1, 2), aten.clamp_min.default: (1, None), aten.clamp_max.default: (None, 1)}
+    if node.target not in position or node.kwargs:
+        return None
+    low, high = (node.args[i] if i is not None and i < len(node.args) else None for i in position[node.target])
+    if not all(x is None or type(x) is int for x in (low, high)):
+        return None
+    within = clamp_of(node.args[0])
+    if within is None:
+        return Clamp(node.args[0], low, high)
+    lows, highs = ([x for x in ends if x is not None] for ends in ((low, within.low), (high, within.high)))
+    return Clamp(within.node, max(lows, default=None), min(highs, default=None))
+
+
+def affine(node: Any, inputs: ScoreMod, clamps: list[Clamp] | None = None) -> Affine | None:
+    """Return an index of a score_mod as multiples of its positions, or None if it is something else.
+
+    With a list of ``clamps``, the result holds where none of the clamps that are put into this list changes its operand.
+    """
     constant = constant_of(node)
     if constant is not None:
         return Affine(NO_FACTORS, constant)
@@ -46,15 +73,18 @@ def affine(node: Any, inputs: ScoreMod) -> Affine | None:
     # Positions are int32, and a narrower integer would be another number.
     if not isinstance(node, Node) or dtype_of(node) not in (torch.int32, torch.int64) or node.kwargs.get("alpha", 1) != 1:
         return None
+    if clamps is not None and clamp_of(node) is not None:
+        clamps.append(clamp_of(node))
+        return affine(clamps[-1].node, inputs, clamps)
     if node.target in CASTS_AND_COPIES:
-        return affine(node.args[0], inputs)
+        return affine(node.args[0], inputs, clamps)
     if node.target is aten.neg.default:
-        return _times(affine(node.args[0], inputs), -1)
+        return _times(affine(node.args[0], inputs, clamps), -1)
     if node.target is aten.mul.Tensor:
         x, factor = node.args if constant_of(node.args[1]) is not None else reversed(node.args)
-        return _times(affine(x, inputs), constant_of(factor))
+        return _times(affine(x, inputs, clamps), constant_of(factor))
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        x, y = (affine(a, inputs) for a in node.args)
+        x, y = (affine(a, inputs, clamps) for a in node.args)
         y = _times(y, -1) if node.target is aten.sub.Tensor else y
         return None if x is None or y is None else x + y
     return None
@@ -62,6 +92,12 @@ def affine(node: Any, inputs: ScoreMod) -> Affine | None:
 
 def _times(x: Affine | None, number: int | None) -> Affine | None:
     return None if x is None or number is None else x * number
+
+
+def span(found: Affine, lengths: Sequence[int]) -> tuple[int, int]:
+    """Return the least and the greatest value. ``lengths`` are those of b, h, q and k."""
+    spans = [factor * (length - 1) for factor, length in zip(found.factors, lengths, strict=True)]
+    return found.constant + sum(min(n, 0) for n in spans), found.constant + sum(max(n, 0) for n in spans)
 
 
 def address(
@@ -78,8 +114,7 @@ def address(
         numbers = all(isinstance(n, (int, sympy.Integer)) for n in (size, stride, *lengths))
         if term is None or not numbers:
             return None
-        spans = [factor * (length - 1) for factor, length in zip(term.factors, lengths, strict=True)]
-        low, high = (term.constant + sum(clip(span, 0) for span in spans) for clip in (min, max))
+        low, high = span(term, lengths)
         # The interval of a sum that wraps is another one, and a negative index counts from the end.
         if interval(index, ranges) != (low, high) or low < 0 or high >= size:
             return None

@@ -57,7 +57,7 @@ def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Inte
     bounds = exact_integers(value.dtype)
     if rule is None or node.kwargs.get("alpha", 1) != 1:
         return bounds
-    low, high = rule(*(interval(a, extents, known) for a in node.args if isinstance(a, (int, Node))))
+    low, high = rule(*(interval(a, extents, known) for a in node.args if a is None or isinstance(a, (int, Node))))
     # A value that does not fit wraps, so the result may be any value of the dtype.
     fits = low is not None and high is not None and bounds[0] <= low and high <= bounds[1]
     return (low, high) if fits else bounds
@@ -119,6 +119,12 @@ def _maximum(x: Interval, y: Interval) -> Interval:
     return _neg(_minimum(_neg(x), _neg(y)))
 
 
+def _clamp(x: Interval, low: Interval = UNBOUNDED, high: Interval = UNBOUNDED) -> Interval:
+    # None is no bound, and the interval of a bound that is not known is that of its dtype.
+    x = x if low == UNBOUNDED else _maximum(x, low)
+    return x if high == UNBOUNDED else _minimum(x, high)
+
+
 def _where(_: Interval, x: Interval, y: Interval) -> Interval:
     low = None if None in (x[0], y[0]) else min(x[0], y[0])
     return low, None if None in (x[1], y[1]) else max(x[1], y[1])
@@ -144,6 +150,7 @@ _INTERVAL_RULES: dict[Any, Callable[..., Interval]] = {
     aten.bitwise_and.Tensor: _bitwise_and,
     aten.minimum.default: _minimum,
     aten.maximum.default: _maximum,
+    aten.clamp.default: _clamp,
     aten.clamp_min.default: _maximum,
     aten.clamp_max.default: _minimum,
     aten.where.self: _where,

@@ -241,7 +241,10 @@ def plan_gradients(
                 scattered = Reduction.BY_ENTRY if part.by_entry else Reduction.SCATTER
                 reduction = scattered if all(part.contribution.axes[2:]) else Reduction.SUM
             wide = inlining.captured[owner].get_dtype().itemsize >= 4
+            # Another contribution to the same tensor could be added where this one stores.
+            inside = reduction is Reduction.SCATTER and len(parts) == 1 and bool(part.inside)
             result.inlined.extend([part.buffers[0], *part.by_entry] if reduction is Reduction.BY_ENTRY else part.buffers)
+            result.inlined.extend(part.inside if inside else [])
             everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)
             plan = Plan(
                 owner,
@@ -254,6 +257,7 @@ def plan_gradients(
                 table,
                 wide,
                 part.address,
+                inside,
             )
             result.plans.append(plan)
     return result

@@ -6,6 +6,7 @@ stays inside its tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,7 +43,8 @@ class InlinedContribution:
     writers: which scores are added to one element. block: the matrices that its elements are, or None. buffers: its value,
     its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
     to be run on all positions at once, or None where that is not needed. by_entry: offset and in_bounds of its
-    ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query.
+    ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query. inside: whether a score is
+    strictly between the bounds of all clamps of the index, if those have one writer; otherwise empty.
     """
 
     contribution: Contribution
@@ -52,6 +54,7 @@ class InlinedContribution:
     checked: bool
     address: GraphModule | None = None
     by_entry: list[Any] = field(default_factory=list)
+    inside: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,8 @@ class Inlining:
         strides = contiguous_strides(contribution.shape)
         matrices = block(contribution.indices, contribution.shape, strides, joint.inputs, self.lengths)
         if not in_order:
-            by_entry = self._by_entry(joint, contribution)
-            return InlinedContribution(contribution, written_by, matrices, buffers, checked, by_entry=by_entry)
+            forms = {"by_entry": self._by_entry(joint, contribution), "inside": self._inside(joint, written_by)}
+            return InlinedContribution(contribution, written_by, matrices, buffers, checked, **forms)
         if contribution.plain:
             return InlinedContribution(contribution, written_by, matrices, buffers, checked)
         over_tensors, _ = self._address(joint, contribution)
@@ -141,6 +144,23 @@ class Inlining:
         of_key = replace(contribution, indices=tuple(elsewhere))
         modules = (self._address(joint, part)[0] for part in (of_query, of_key))
         return [buffer for module in modules for buffer in self._lowered(module, ScoreMod.of_joint, _JOINT)]
+
+    def _inside(self, joint: JointGraph, written_by: Writers) -> list[Any]:
+        """Lower the condition that no clamp of an index has a value at its bounds."""
+        if not written_by.clamps:
+            return []
+        module = returning(joint.module, [clamp.node for clamp in written_by.clamps])
+        output = module.graph.find_nodes(op="output")[0]
+        compared = []
+        with module.graph.inserting_before(output):
+            for value, clamp in zip(output.args[0], written_by.clamps, strict=True):
+                for op, end in ((aten.gt.Scalar, clamp.low), (aten.lt.Scalar, clamp.high)):
+                    if end is not None:
+                        compared.append(module.graph.call_function(op, (value, end)))
+            inside = functools.reduce(lambda x, y: module.graph.call_function(aten.logical_and.default, (x, y)), compared)
+        output.args = ([inside],)
+        module.recompile()
+        return self._lowered(module, ScoreMod.of_joint, _JOINT)
 
     def _address(self, joint: JointGraph, contribution: Contribution) -> tuple[GraphModule, bool]:
         module = returning(joint.module, contribution.indices)

@@ -28,7 +28,8 @@ class Plan:
     matrices that the elements are, if their keys are in descending order. everywhere: it writes every element of the
     gradient, if no score is hidden. checked: the index may be out of bounds. table: the table that the tensor is, if tiles
     are read of it and added to its gradient. wide: the tensor has at least four bytes for each element. address: the graph
-    that computes the offset, with which a workspace is scattered afterwards, or None if nothing is.
+    that computes the offset, with which a workspace is scattered afterwards, or None if nothing is. inside: elements whose
+    index is strictly between the bounds of its clamps are stored, because nothing else is added to them.
     """
 
     owner: int
@@ -41,6 +42,7 @@ class Plan:
     table: TileTable | None
     wide: bool
     address: GraphModule | None = None
+    inside: bool = False
 
     @property
     def axes(self) -> tuple[bool, ...]:
@@ -79,6 +81,7 @@ class Plan:
             query_dim=self.contribution.query_dim if self.reduction is Reduction.BY_ENTRY else None,
             entries=self.entries,
             copies=copies,
+            inside=self.inside,
         )
 
     @property
@@ -126,6 +129,7 @@ class TemplateContribution:
     tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
     tile may have few entries. block: as in a plan. query_dim: the dim with few entries for queries, if key programs sum by
     entry, otherwise None. entries: the number of sums for each key. copies: the number of copies of the gradient.
+    inside: as in a plan.
     """
 
     number: int
@@ -150,12 +154,13 @@ class TemplateContribution:
     query_dim: int | None
     entries: int
     copies: int
+    inside: bool
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of its subgraphs, in order."""
         entry = () if self.query_dim is None else ("entry", "entry_in_bounds")
-        return ("value", *entry, "offset", "in_bounds")
+        return ("value", *entry, "offset", "in_bounds", *(("inside",) if self.inside else ()))
 
     @property
     def by_key_program(self) -> bool:

@@ -3,6 +3,9 @@
 The indices of a contribution *determine* a position if two scores with different values of it are never added to the same
 element. ``t[h, q, k]`` determines h, q and k, and so does ``t[h, q, q - k + 9]``: if q is known, the last index gives k. A
 gradient whose indices determine all positions has one writer for each element.
+
+A clamped distance, ``t[h, q, clamp(q - k, -c, c)]``, determines the key strictly between the bounds, and those elements have
+one writer. The elements at the bounds have many.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch.fx import Node
 
 from ..core.fx import cone
 from ..torch_api.sizes import statically_known_true
-from .affine import affine
+from .affine import Clamp, affine, span
 from .bounds import interval
 from .captured_grads import Contribution
 from .score_mod import ScoreMod
@@ -26,33 +29,62 @@ from .tile_inputs import coordinate_of
 class Writers:
     """determined: for each of b, h, q, k, whether the indices determine it. query_cycle, key_cycle: a number w such that an
     index is ``q % w`` (``k % w``), or 0. Such an index determines the position within a tile whose length divides w.
-    keys_repeat: the indices depend on the key only by ``k % key_cycle``.
+    keys_repeat: the indices depend on the key only by ``k % key_cycle``. clamps: if not empty, the indices determine all
+    positions strictly between the bounds of these, and no score at a bound has an element of one that is between.
     """
 
     determined: tuple[bool, ...]
     query_cycle: int
     key_cycle: int
     keys_repeat: bool
+    clamps: tuple[Clamp, ...] = ()
 
 
 def writers(contribution: Contribution, inputs: ScoreMod, lengths: Sequence[Any]) -> Writers:
     """Return which positions the indices of a contribution determine. ``lengths``: the lengths of b, h, q and k."""
     ranges = inputs.ranges(lengths)
-    determined: set[Node] = set()
     indices = [(i, n) for i, n in zip(contribution.indices, contribution.shape, strict=True) if isinstance(i, Node)]
-    # An index may determine a position only after another index has determined the other positions in it.
-    for _ in indices:
-        for index, size in indices:
-            found = affine(index, inputs)
-            terms = {p: n for p, n in zip(inputs.positions, found.factors, strict=True) if n} if found else {}
-            new = set(terms) - determined
-            if len(new) == 1 and _separates(index, terms, size, ranges):
-                determined |= new
+    determined = _determined(indices, inputs, ranges)
+    clamps: list[Clamp] = []
+    if len(determined) == 4 or len(_determined(indices, inputs, ranges, clamps)) < 4:
+        clamps = []
     cyclic = {i: c for i, _ in indices if (c := coordinate_of(i, inputs)) and c.operation == "mod"}
     cycles = {c.axis: c.divisor for c in cyclic.values()}
     by_key = [i for i, _ in indices if inputs.k in cone(i) or contribution.on_score]
     repeat = "k" in cycles and all(i in cyclic and cyclic[i].divisor == cycles["k"] for i in by_key)
-    return Writers(tuple(p in determined for p in inputs.positions), cycles.get("q", 0), cycles.get("k", 0), repeat)
+    known = tuple(p in determined for p in inputs.positions)
+    return Writers(known, cycles.get("q", 0), cycles.get("k", 0), repeat, tuple(dict.fromkeys(clamps)))
+
+
+def _determined(
+    indices: Sequence[tuple[Node, Any]], inputs: ScoreMod, ranges: dict[Node, Any], clamps: list[Clamp] | None = None
+) -> set[Node]:
+    """Return the positions that indices determine. With ``clamps``: strictly between the bounds that are put into it."""
+    determined: set[Node] = set()
+    # An index may determine a position only after another index has determined the other positions in it.
+    for _ in indices:
+        for index, size in indices:
+            passed: list[Clamp] | None = None if clamps is None else []
+            found = affine(index, inputs, passed)
+            terms = {p: n for p, n in zip(inputs.positions, found.factors, strict=True) if n} if found else {}
+            new = set(terms) - determined
+            separates = _stays_inside(index, passed, inputs, ranges) if passed else _separates(index, terms, size, ranges)
+            if len(new) == 1 and separates:
+                determined |= new
+                if passed:
+                    clamps += passed
+    return determined
+
+
+def _stays_inside(index: Node, clamps: list[Clamp], inputs: ScoreMod, ranges: dict[Node, Any]) -> bool:
+    """Whether a clamped index is not negative, and nothing in it wraps."""
+    if len(clamps) > 1 or not all(isinstance(n, int) for n in ranges.values()):
+        return False
+    (clamp,) = clamps
+    operand = affine(clamp.node, inputs)
+    low, _ = interval(index, ranges)
+    exact = operand is not None and interval(clamp.node, ranges) == span(operand, list(ranges.values()))
+    return exact and low is not None and low >= 0
 
 
 def _separates(index: Node, terms: dict[Node, int], size: Any, ranges: dict[Node, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Interval arithmetic over score_mod graphs: the range that it finds is never too small."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,3 +92,10 @@ def test_a_claimed_range_holds_everywhere(expression):
     values = values[0] if isinstance(values, (list, tuple)) else values
     assert low is None or int(values.min()) >= low
     assert high is None or int(values.max()) <= high
+
+
+@pytest.mark.parametrize(("low", "high"), [(-4, 3), (None, 3), (-4, None), (2, -2), (-99, 99)])
+def test_the_interval_of_a_clamp(low, high):
+    _, node, extents = traced(lambda b, h, q, k: (q - k).clamp(low, high))
+    values = (torch.arange(EXTENTS[2])[:, None] - torch.arange(EXTENTS[3])).clamp(low, high)
+    assert interval(node, extents) == (int(values.min()), int(values.max()))

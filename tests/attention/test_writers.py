@@ -55,6 +55,20 @@ def test_multiples_and_wrapping():
     assert determined(lambda b, h, q, k: (q, k // 2), 7, 99) == "q"
 
 
+def test_a_clamped_distance_determines_the_key_between_its_bounds():
+    clamped = lambda b, h, q, k: (b, h, q, (q - k).clamp(-4, 3) + 4)  # noqa: E731
+    result = found(clamped, (2, 3, 7, 8))
+    assert result.determined == (True, True, True, False)
+    ((node, low, high),) = [(c.node.name, c.low, c.high) for c in result.clamps]
+    assert (node, low, high) == ("sub", -4, 3)
+    # Element 3 of a table of 7 is that of -4 too.
+    assert not found(lambda b, h, q, k: (b, h, q, (q - k).clamp(-4, 3)), (2, 3, 7, 7)).clamps
+    assert not found(lambda b, h, q, k: (h, q, (q - k).clamp(-4, 3) + 4), (3, 7, 8)).clamps
+    nested = found(lambda b, h, q, k: (b, h, q, (q - k).clamp(min=-4).clamp(-6, 3) + 4), (2, 3, 7, 8))
+    assert [(c.low, c.high) for c in nested.clamps] == [(-4, 3)]
+    assert not found(lambda b, h, q, k: (b, h, q, (q - k).clamp(-4, 3) + k.clamp(0, 2)), (2, 3, 7, 8)).clamps
+
+
 def test_cycles():
     result = found(lambda b, h, q, k: (q % 4, k % 8), (4, 8))
     assert result.determined == (False,) * 4
@@ -97,3 +111,40 @@ def test_random_expressions(expressions, sizes):
         return [evaluate(e, env) for e in expressions]
 
     check(function, tuple(sizes[: len(expressions)]))
+
+
+CLAMPED = st.lists(
+    st.tuples(
+        st.tuples(*[st.integers(-2, 2)] * 4, st.integers(-6, 12)), st.none() | st.integers(-6, 9), st.integers(-4, 12)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(CLAMPED, st.lists(st.integers(1, 40), min_size=3, max_size=3))
+def test_elements_strictly_between_the_bounds_of_clamps_have_one_writer(indices, sizes):
+    def function(b, h, q, k):
+        sums = [(x * b + y * h + z * q + w * k, low, high, c) for (x, y, z, w, c), low, high in indices]
+        return [(s if low is None else s.clamp(low, high)) + c for s, low, high, c in sums]
+
+    shape = tuple(sizes[: len(indices)])
+    result = found(function, shape)
+    if not result.clamps:
+        return
+    assert result.determined != (True,) * 4
+    grid = torch.meshgrid(*[torch.arange(n, dtype=torch.int32) for n in EXTENTS], indexing="ij")
+    values = [torch.as_tensor(i).expand(EXTENTS) for i in function(*grid)]
+    exists = torch.stack([(-n <= i) & (i < n) for i, n in zip(values, shape, strict=True)]).all(0)
+    between = torch.ones(EXTENTS, dtype=torch.bool)
+    for (x, y, z, w, _), low, high in indices:
+        if low is not None:
+            b, h, q, k = grid
+            operand = x * b + y * h + z * q + w * k
+            between &= (operand > low) & (operand < high)
+    element = torch.zeros(EXTENTS, dtype=torch.int64)
+    for i, n in zip(values, shape, strict=True):
+        element = element * n + torch.where(i < 0, i + n, i)
+    writers_of = torch.bincount(element[exists])
+    assert (writers_of[element[exists & between]] == 1).all()
