@@ -8,7 +8,7 @@ how each is reduced. Captured gradients are accumulated in fp32 and cast once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
 from ..torch_api.lowering import V, empty_strided, lowerings
+from ..torch_api.sizes import known_at_most
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
 from . import common, score_graphs
 from .calls import BackwardCall, lengths
@@ -105,11 +106,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)
     captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
     one_pass = _one_pass(options, call, captured)
-    grad_key_layout, grad_value, grad_query = _gradients(call, one_pass)
-    inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
     mask = common.mask_operands(call.mask, ["KV", "Q"], nothing_hidden)
-    generators = mask.generators(len(inputs))
-    inputs += mask.tensors
 
     template_options = common.template_options(call) | mask.options()
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
@@ -120,12 +117,19 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     # A one-hot is exact in TF32, and 11 bits of the other operand are more than the result keeps.
     half = call.query.get_dtype().itemsize == 2
     template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
-    rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
-    template_options["TMA_ADDS"] = one_pass and Target.of(device).tma and rows_aligned
     score_buffer, reads, read_buffers = inlining.score(score_graph)
     inlined = [score_buffer, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *read_buffers]
     template_options.update(inlining.options() | {"READS": Listed(reads)})
     tilings = _tilings(call, template_options, captured)
+    in_memory = one_pass and not (nothing_hidden and _one_key_tile(call, tilings))
+    rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
+    form = {"DQ_IN_MEMORY": in_memory, "TMA_ADDS": in_memory and Target.of(device).tma and rows_aligned}
+    tilings = [tiled | form for tiled in tilings]
+
+    grad_key_layout, grad_value, grad_query = _gradients(call, in_memory)
+    inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
+    generators = mask.generators(len(inputs))
+    inputs += mask.tensors
     captured.allocate(call.captured, call.mask, device, tilings)
     choices: list[Any] = []
     for tiled in tilings:
@@ -151,7 +155,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     )
     if not V.graph.sizevars.evaluate_expr(sympy.Eq(call.query.get_size()[0], call.key.get_size()[0])):
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
-    if one_pass:
+    if in_memory:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
     note = f"the gradients take {'one pass' if one_pass else 'two passes'}; {captured.note}"
     reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
@@ -159,11 +163,17 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 
-def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
+def _one_key_tile(call: BackwardCall, tilings: Sequence[dict[str, Any]]) -> bool:
+    """Return whether all keys are in one tile, so that one tile of dscores · K is a tile of dQ."""
+    keys = call.key.get_size()[2]
+    return all(known_at_most(keys, tiled["BLOCK_N1"]) for tiled in tilings)
+
+
+def _gradients(call: BackwardCall, in_memory: bool) -> tuple[Any, Any, Any]:
     """Return the layout of dK, and the buffers of dV and dQ.
 
     If key and value have a batch of 1, they are broadcast, and their gradients are computed for each batch element and
-    summed afterwards. In one pass, dQ is accumulated in fp32 in memory.
+    summed afterwards. ``in_memory``: dQ is accumulated in fp32 in memory.
     """
     device, dtype = call.query.get_device(), call.query.get_dtype()
     batch = call.query.get_size()[0]
@@ -171,7 +181,7 @@ def _gradients(call: BackwardCall, one_pass: bool) -> tuple[Any, Any, Any]:
     layout = fixed_layout(device, dtype, key_size, dense_strides(key_size, call.key.get_stride()))
     grad_value = empty_strided(value_size, dense_strides(value_size, call.value.get_stride()), dtype=dtype, device=device)
     size = call.query.get_size()
-    if one_pass:
+    if in_memory:
         return layout, grad_value, full(size, 0, torch.float32, device)
     return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)
 
@@ -185,7 +195,7 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
             "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
             "one_pass": template_options["ONE_PASS"],
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
-            "one_tile": common.in_one_tile(call),
+            "one_tile": common.in_tiles(call, 1),
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     largest = common.largest_tile(call)
@@ -207,8 +217,8 @@ def _delta(call: BackwardCall) -> Any:
 #: second number holds if tiles are also added to a strip (benchmarks/NOTES.md).
 WIDEST_ONE_PASS = 64
 WIDEST_WITH_STRIPS = 128
-#: The narrowest head for which one pass is faster if blocks of pairs are added in memory too. AlphaFold's pairs at head dim
-#: 32 take 0.55 ms in two passes, and 0.64 in one.
+#: The narrowest head for which one pass is faster if blocks of pairs are added in memory too, and there are several tiles.
+#: AlphaFold's pairs at head dim 32 take 0.55 ms in two passes, and 0.64 in one.
 NARROWEST_WITH_BLOCKS = 33
 
 
@@ -222,9 +232,10 @@ def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients)
     half = call.query.get_dtype().itemsize == 2
     widest = WIDEST_WITH_STRIPS if captured.has_strips else WIDEST_ONE_PASS
     head_dim = V.graph.sizevars.guard_int(call.query.get_size()[-1])
-    fits = head_dim <= widest and not (captured.adds_blocks and head_dim < NARROWEST_WITH_BLOCKS)
+    narrow = head_dim < NARROWEST_WITH_BLOCKS and not common.in_tiles(call, 1)
+    fits = head_dim <= widest and not (captured.adds_blocks and narrow)
     # Tiles whose rows are keys are slow to sum along the keys: DeBERTa's biases take 2.75 ms, and 2.0 in two passes.
-    along_keys = captured.sums_along_keys or captured.shares_rows or captured.repeats
+    along_keys = captured.sums_along_keys or captured.shares_rows or captured.repeats or captured.in_large_tables
     worthwhile = captured.has_strips or not along_keys
     return half and fits and worthwhile and Target.of(call.query.get_device()).adds_tiles
 

@@ -92,6 +92,16 @@ class CapturedGradients:
         return any(plan.moved_by_tma for plan in self.plans)
 
     @property
+    def keys_descend(self) -> bool:
+        """Whether TMA moves blocks in which keys are in descending order."""
+        return any(plan.moved_by_tma and plan.block is not None for plan in self.plans)
+
+    @property
+    def in_large_tables(self) -> bool:
+        """Whether the scores of a tile belong to very many entries, of which the position of neither determines one."""
+        return any(plan.reduction is Reduction.SCATTER and not (plan.may_share or plan.shares_row) for plan in self.plans)
+
+    @property
     def adds_blocks(self) -> bool:
         """Whether TMA adds blocks to the gradient of a table of pairs."""
         return any(plan.moved_by_tma and plan.reduction is Reduction.BLOCK for plan in self.plans)
@@ -104,8 +114,7 @@ class CapturedGradients:
     @property
     def shares_rows(self) -> bool:
         """Whether some contribution may be one value for each query or each key of a tile."""
-        each = [plan.writers.determined[2:] for plan in self.plans if plan.reduction is Reduction.SCATTER]
-        return any(by_query != by_key for by_query, by_key in each)
+        return any(plan.shares_row for plan in self.plans)
 
     @property
     def tallest_tile(self) -> int:

@@ -155,9 +155,10 @@ def largest_tile(call: ForwardCall | BackwardCall) -> dict[str, int]:
 SHORT = 64
 
 
-def in_one_tile(call: ForwardCall | BackwardCall) -> bool:
-    """Return whether queries and keys are so few that each fill at most one tile."""
-    return max(largest_tile(call).values()) <= SHORT
+def in_tiles(call: ForwardCall | BackwardCall, number: int) -> bool:
+    """Return whether queries and keys are known to fill at most this number of tiles each."""
+    lengths = (call.query.get_size()[2], call.key.get_size()[2])
+    return all(isinstance(n, (int, sympy.Integer)) and n <= number * SHORT for n in lengths)
 
 
 def _rounded(length: Any) -> int:

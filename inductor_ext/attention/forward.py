@@ -96,7 +96,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
             "reads": any(read.by_query and read.by_key for read in reads),
             "chained reads": score_graphs.has_chained_reads(score_graph),
-            "one tile": common.in_one_tile(call),
+            "one tile": common.in_tiles(call, 1),
+            "few tiles": common.in_tiles(call, 4),
             "fp32": dtype is torch.float32,
         }
         features = {name for name, there in has.items() if there}

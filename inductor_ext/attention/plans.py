@@ -110,6 +110,12 @@ class Plan:
         return not all(isinstance(n, int) for n in sizes) or math.prod(sizes) <= MOST_SHARED
 
     @property
+    def shares_row(self) -> bool:
+        """Whether it may be one value for each query or each key of a tile."""
+        by_query, by_key = self.writers.determined[2:]
+        return self.reduction is Reduction.SCATTER and by_query != by_key
+
+    @property
     def moved_by_tma(self) -> bool:
         """Whether whole tiles go to the gradient of a table of pairs."""
         by_tile = self.reduction in (Reduction.BLOCK, Reduction.STORE)

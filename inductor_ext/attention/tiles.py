@@ -63,6 +63,8 @@ TABLE = (
     Row(_FORWARD, _HOPPER, _TO_64, "reads", _at_most, {"block_m": 64}),
     # Graphormer's lookup takes 0.69 ms, and 0.89 ms with 128 x 64 in eight warps.
     Row(_FORWARD, _HOPPER, _TO_64, "chained reads", _exactly, {"block_m": 64, "block_n": 32, "num_warps": 4}),
+    # BEiT's pairs of 197 tokens take 0.17 ms, and 0.22 ms in three stages.
+    Row(_FORWARD, _HOPPER, _TO_64, "few tiles", _at_most, {"block_m": 64, "num_stages": 2}),
     # There is nothing to prefetch, and less shared memory leaves room for more programs: Swin takes 0.18 instead of 0.28 ms.
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # Small tiles in four warps are the fastest at head dim 64: 1.01 ms, and 1.11 ms with stock's.
@@ -70,16 +72,24 @@ TABLE = (
     # The arithmetic of the indices spills 152 bytes beside 64 x 64 scores. BEiT's pairs, whose rows are not aligned, take
     # 0.73 ms, and 1.15 with 64 x 64.
     Row(_ONE_PASS, FAMILIES, _TO_64, "gathers", _exactly, {"block_m1": 32}),
+    # Graphormer's lookups take 2.6 ms, and 3.5 ms in three stages.
+    Row(_ONE_PASS, _HOPPER, _TO_32, "gathers", _at_most, {"num_stages": 2}),
     # 1.42 ms although it spills; 1.44 ms with 64 x 64, and 1.70 ms with 32 x 64, which does not spill.
     Row(_ONE_PASS, _HOPPER, _TO_64, "strips", _exactly, {"block_m1": 32, "block_n1": 128}),
     # Moving wide tiles takes 1.84 ms, and 2.44 ms with 64 x 64.
     Row(_ONE_PASS, FAMILIES, _TO_64, "blocks", _exactly, {"block_n1": 128, "num_warps": 8}),
+    # Conformer's relative shift takes 0.52 ms, and 0.58 with 64 x 128 in eight warps.
+    Row(_ONE_PASS, _HOPPER, _TO_64, "descending keys", _exactly, {"block_m1": 32, "num_warps": 4}),
+    # Swin's windows take 0.24 ms, and 0.27 in four warps.
+    Row(_ONE_PASS, _HOPPER, _TO_32, "one tile", _at_least, {"num_warps": 8}),
     # Stock's tile for Hopper, which has eight warps on Blackwell too.
     Row(_ONE_PASS, FAMILIES, _ABOVE_64, None, _exactly, {"block_m1": 64, "block_n1": 128, "num_warps": 8, "num_stages": 3}),
     # AlphaFold's pairs take 0.55 ms, and 0.59 with 64 x 64.
     Row(_TWO_PASSES, _HOPPER, _TO_32, "blocks", _at_most, {**_TILES_OF_64, "block_m1": 32, "block_n2": 32}),
     # DeBERTa's biases take 2.0 ms, and 2.6 with 64 x 64.
     Row(_TWO_PASSES, _HOPPER, _TO_64, "gathers", _at_most, {**_TILES_OF_64, "block_n2": 32}),
+    # The table of distances in an image takes 2.1 ms, and 2.6 in one pass.
+    Row(_TWO_PASSES, _HOPPER, _TO_64, "large tables", _exactly, {**_TILES_OF_64, "num_stages": 2}),
     # ViTDet's biases take 1.43 ms, and 1.57 with stock's tiles in eight warps.
     Row(_TWO_PASSES, _HOPPER, _TO_64, "repeats", _at_most, _TILES_OF_64),
     # Four warps spill 80 bytes with a causal mask, and 1688 with gathers.
@@ -117,7 +127,8 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
-    index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "fp32": the dtype.
+    index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "few tiles": none is
+    longer than four. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 
@@ -136,7 +147,8 @@ def backward_config(
 
     one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. The feature "gathers": there is one add for
     each score, and no tile repeats. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a
-    strip. "blocks": TMA moves blocks of a table of pairs. "wide tiles": captured tiles are pipelined.
+    strip. "blocks": TMA moves blocks of a table of pairs. "descending keys": those of a relative shift. "large tables":
+    there are gathers whose scores never share an entry. "wide tiles": captured tiles are pipelined.
     """
     has = {
         "one tile": one_tile,
@@ -146,6 +158,8 @@ def backward_config(
         "repeats": captured.repeats,
         "strips": captured.has_strips,
         "blocks": captured.moves_blocks,
+        "descending keys": captured.keys_descend,
+        "large tables": captured.in_large_tables,
         "wide tiles": captured.wide_tiles,
     }
     features = {name for name, there in has.items() if there}
