@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..core.report import leave_to_stock, record, user_line
+from ..core.report import leave_to_stock, record, user_line, warn_of_cost
 from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import Listed, load
 from ..options import Options
@@ -36,6 +36,12 @@ from .tiles import backward_config
 
 aten = torch.ops.aten
 NAME = "flex_attention_backward"
+#: As many atomic adds take a quarter of a millisecond on an H200.
+MANY_SCORES = 2**24
+ADVICE_ON_ATOMICS = (
+    "An index that is computed from the distance of query and key, or from one value for each of them, is reduced without "
+    "atomics, and an index that is read for each pair is not. If the tensor needs no gradient, detach it."
+)
 
 
 @SymbolicGridFn
@@ -157,10 +163,20 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
     if in_memory:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
+    _warn_of_atomics(call, captured.atomics, user_line(node))
     note = f"the gradients take {'one pass' if one_pass else 'two passes'}; {captured.note}"
     reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
     record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
     return grad_query, grad_key, grad_value, captured.results(call.captured)
+
+
+def _warn_of_atomics(call: BackwardCall, atomics: int, where: str) -> None:
+    batch, heads, queries, _ = call.query.get_size()
+    scores = batch * heads * queries * call.key.get_size()[2]
+    if atomics and isinstance(scores, (int, sympy.Integer)) and scores >= MANY_SCORES:
+        millions = int(scores) // 10**6
+        why = f"the gradients of captured tensors take up to {atomics} atomic adds for each of {millions} million scores"
+        warn_of_cost(NAME, why, where, ADVICE_ON_ATOMICS)
 
 
 def _one_key_tile(call: BackwardCall, tilings: Sequence[dict[str, Any]]) -> bool:

@@ -74,7 +74,13 @@ class CapturedGradients:
     def note(self) -> str:
         """The sentence for the report."""
         how = [plan.reduction.value for plan in self.plans]
-        return f"there are {len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "")
+        adds = f"; at most {self.atomics} atomic adds for each score" if self.atomics else ""
+        return f"there are {len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "") + adds
+
+    @property
+    def atomics(self) -> int:
+        """The largest number of atomic adds for each score: for contributions of which nothing better is known."""
+        return sum(plan.reduction is Reduction.SCATTER and not plan.keys_repeat for plan in self.plans)
 
     @property
     def wide_tiles(self) -> bool:

@@ -174,9 +174,18 @@ def leave_to_stock(strict: bool, pass_name: str, op: str, why: str, where: str, 
     if strict:
         at = f" at {where}" if where else ""
         raise Refused(f"gradfuse has no kernel for {op}{at}, and the option strict is on: {why}. {advice}".rstrip())
+    _warn_once(where, why, f"{op} is left to stock Inductor{f' at {where}' if where else ''}: {why}. {advice}".rstrip())
+
+
+def warn_of_cost(op: str, why: str, where: str, advice: str) -> None:
+    """Warn the user once for a line of code that makes a kernel of ours slow, and say what to do."""
+    _warn_once(where, why, f"{op}{f' at {where}' if where else ''} may be slow: {why}. {advice}")
+
+
+def _warn_once(where: str, why: str, text: str) -> None:
     if (where, why) not in _warned:
         _warned.add((where, why))
-        log.warning("%s", f"{op} is left to stock Inductor{f' at {where}' if where else ''}: {why}. {advice}".rstrip())
+        log.warning("%s", text)
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]*)\n\s*(?P<code>[^\n]*)')
