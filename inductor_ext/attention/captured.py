@@ -103,6 +103,11 @@ class CapturedGradients:
         return any(plan.moved_by_tma and plan.block is not None for plan in self.plans)
 
     @property
+    def by_entry(self) -> bool:
+        """Whether key programs sum some contribution for each key and each entry of the queries."""
+        return any(plan.reduction is Reduction.BY_ENTRY for plan in self.plans)
+
+    @property
     def in_large_tables(self) -> bool:
         """Whether the scores of a tile belong to very many entries, of which the position of neither determines one."""
         return any(plan.reduction is Reduction.SCATTER and not (plan.may_share or plan.shares_row) for plan in self.plans)

@@ -114,8 +114,11 @@ TABLE = (
     # Three stages of 64 x 64 take 105 to 113 KB.
     Row(_TWO_PASSES, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
     # 64 x 32 spills 48 bytes in four warps and 16 bytes in eight, and 32 x 32 spills 8 bytes in four.
+    # So does 32 x 64 on sm_80.
     Row(_TWO_PASSES, _CONSUMER, _TO_64, "gathers", _at_most, _TILES_OF_32),
-    Row(_TWO_PASSES, _CONSUMER, _TO_64, "gathers", _at_least, {"num_warps": 8}),
+    Row(_TWO_PASSES, _AMPERE, _TO_64, "gathers", _at_least, {"num_warps": 8}),
+    # Sums for 16 entries spill 24 bytes in four warps.
+    Row(_TWO_PASSES, _CONSUMER, _TO_64, "entries", _at_least, {"num_warps": 8}),
     # 64 x 64 takes 144 KB in one stage, and 32 x 64 takes 112 KB.
     Row(_TWO_PASSES, _CONSUMER, _ABOVE_128, None, _at_most, {**_TILES_OF_32, "num_stages": 1}),
     # Four warps spill 700 to 980 bytes, and eight warps none.
@@ -148,7 +151,8 @@ def backward_config(
     one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. The feature "gathers": there is one add for
     each score, and no tile repeats. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a
     strip. "blocks": TMA moves blocks of a table of pairs. "descending keys": those of a relative shift. "large tables":
-    there are gathers whose scores never share an entry. "wide tiles": captured tiles are pipelined.
+    there are gathers whose scores never share an entry. "entries": key programs sum by entry. "wide tiles": captured tiles
+    are pipelined.
     """
     has = {
         "one tile": one_tile,
@@ -160,6 +164,7 @@ def backward_config(
         "blocks": captured.moves_blocks,
         "descending keys": captured.keys_descend,
         "large tables": captured.in_large_tables,
+        "entries": captured.by_entry,
         "wide tiles": captured.wide_tiles,
     }
     features = {name for name, there in has.items() if there}

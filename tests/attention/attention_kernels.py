@@ -10,7 +10,7 @@ from inductor_ext.core.target import Target
 from tests.support.emitted import triton_sources
 from tests.support.targets import on_target
 
-LENGTH, DIM = 128, 64
+LENGTH, DIM = 256, 64
 
 
 def unmasked(table, **options):
