@@ -119,6 +119,7 @@ class _ScoreMod(Integers):
                     f"{self.table(h, q + k, k)}[h, k - q, k]",
                     f"{self.table(b, h, q, 2 * w)}[b, h, q, (q - k).clamp(-{w}, {w - 1}) + {w}]",
                     f"{self.table(b, h, k, 2 * w)}[b, h, k, (k - q).clamp(-{w}, {w - 1})]",
+                    *self.models(),
                 ]
             )
         n = rng.choice([3, 8, 33, max(q, k)])
@@ -133,6 +134,19 @@ class _ScoreMod(Integers):
                 f"{self.table(b, n)}[b, {text}]",
             ]
         )
+
+    def models(self) -> list[str]:
+        """Relative shifts whose rows are aligned, and pairs of the segments of the query and the key."""
+        q, k, b, h = self.queries, self.keys, self.batch, self.heads
+        columns = -(-(q + k) // 8) * 8 + 7
+        n, m = self.rng.choice([2, 8]), self.rng.choice([3, 20])
+        of_query, of_key = self.integer_table(n - 1, b, q), self.integer_table(m - 1, b, k)
+        return [
+            f"{self.table(b, h, q, columns)}[b, h, q, q - k + {k - 1}]",
+            f"{self.table(h, q, columns)}[h, q, q - k + {k - 1}]",
+            f"{self.table(h, n, m)}[h, {of_query}[b, q], {of_key}[b, k]]",
+            f"{self.table(m, n, h)}[{of_key}[b, k], {of_query}[b, q] - {n}, h]",
+        ]
 
     def value(self, depth: int = 2) -> str:
         rng = self.rng
