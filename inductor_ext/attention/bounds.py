@@ -256,7 +256,8 @@ def become_address(module: GraphModule, shape: Sequence[Any], extents: dict[Node
                     index = graph.call_function(torch.ops.prims.convert_element_type.default, (index, torch.int64))
                 index = graph.call_function(aten.mul.Tensor, (index, stride))
                 offset = graph.call_function(aten.add.Tensor, (offset, index))
-            else:
+            elif index != 0:
+                # Inductor has no code for the product of 0 and a symbolic stride in a template.
                 offset = graph.call_function(aten.add.Tensor, (offset, (index + size if index < 0 else index) * stride))
             stride = stride * size
         output.args = ([offset, in_bounds],)

@@ -173,7 +173,7 @@ class DenseAttention:
 
         blocks = setup.blocks
         xs = [blocks.split(query.to(setup.work)), blocks.positions(), blocks.valid(), *setup.visits]
-        _, (out, lse, top) = scan(block, [], xs, setup.others)
+        _, (out, lse, top) = scan(block, [], xs, setup.others, blocks.length)
         return blocks.join(out), blocks.join(lse), blocks.join(top)
 
     # -- backward
@@ -233,7 +233,8 @@ class DenseAttention:
         init = [torch.zeros(x.shape, dtype=work, device=x.device) for x in (key, value)]
         init += [torch.zeros(c.shape, dtype=work if c.dtype != torch.float64 else c.dtype, device=c.device) for c in wanted]
         xs = [blocks.split(x) for x in (query.to(work), grad, logsumexp, delta)]
-        (dk, dv, *sums), (dq,) = scan(block, init, [*xs, blocks.positions(), blocks.valid(), *setup.visits], setup.others)
+        xs += [blocks.positions(), blocks.valid(), *setup.visits]
+        (dk, dv, *sums), (dq,) = scan(block, init, xs, setup.others, blocks.length)
         grads = iter(sums)
         return (
             blocks.join(dq).to(query.dtype),

@@ -137,7 +137,11 @@ class Inlining:
     def _by_entry(self, joint: JointGraph, contribution: Contribution) -> list[Any]:
         """Lower the address in the dim of the query, and that in the other dims, if the dim of the query is short."""
         dim = contribution.query_dim
-        if dim is None or not contribution.axes[3] or not known_at_most(contribution.shape[dim], MOST_ENTRIES):
+        if (
+            dim is None
+            or not contribution.axes[3]
+            or not known_at_most(subgraphs.expression(contribution.shape[dim]), MOST_ENTRIES)
+        ):
             return []
         elsewhere = [0 if d == dim else index for d, index in enumerate(contribution.indices)]
         of_query = replace(contribution, indices=(contribution.indices[dim],), shape=(contribution.shape[dim],))

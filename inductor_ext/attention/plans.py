@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from ..core.subgraphs import expression
 from ..torch_api.sizes import known_at_most
 from .blocks import Block
 from .captured_grads import Contribution
@@ -95,7 +96,7 @@ class Plan:
         contribution = self.contribution
         if self.reduction is not Reduction.BY_ENTRY:
             return 1
-        return 16 if known_at_most(contribution.shape[contribution.query_dim], 16) else MOST_ENTRIES
+        return 16 if known_at_most(expression(contribution.shape[contribution.query_dim]), 16) else MOST_ENTRIES
 
     @property
     def keys_repeat(self) -> bool:

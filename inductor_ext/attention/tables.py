@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import fake_tensor, indices_of, working_dtype
+from ..core.fx import fake_tensor, indices_of, value_of, working_dtype
 from . import stored  # noqa: F401  (registers gradfuse::stored)
 from .canonical import placeholders
 from .footprints import Footprint
@@ -74,6 +74,9 @@ class Tables:
         table = self.outer.method("contiguous", table)
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
+        placeholder.meta = {"example_value": value_of(table)}
+        # Another table may be computed from what is read of this one.
+        self.captured[placeholder] = table
         self.kinds[table] = footprint.kind
         self.operands.append(table)
         return placeholder, self._describe(footprint, grid[-1])

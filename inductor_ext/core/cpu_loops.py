@@ -68,8 +68,11 @@ def scan(
     init: list[Tensor],
     xs: list[Tensor],
     others: list[Any],
+    length: Any,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run ``block(carry, xs of one block, others)`` over dim 0 of ``xs``. Returns the last carry, and the stacked results.
+
+    ``length``: that of the sequence of which the blocks are cut.
 
     A single block is also run as a loop. In the body of the loop the index vectors are inputs and not known ranges, and this
     is needed: Inductor's C++ backend cannot vectorise an accumulating ``index_put`` if it has simplified the index to a loop
@@ -84,16 +87,16 @@ def scan(
         new, ys = block(list(carry) if init else [], list(x), list(rest[: len(others)]))
         return [*(new or [carry[0].clone()]), *ys]
 
-    result = scan_op(step, start, xs, (*others, *_symbolic_sizes([*xs, *others])))
+    result = scan_op(step, start, xs, (*others, *_symbolic_sizes([*xs, *others], length)))
     return list(result[: len(init)]), list(result[count:])
 
 
-def _symbolic_sizes(operands: Sequence[Any]) -> list[torch.SymInt]:
-    """The symbolic sizes in the shapes of ``operands``, each once.
+def _symbolic_sizes(operands: Sequence[Any], length: Any) -> list[torch.SymInt]:
+    """The symbolic sizes in the shapes of ``operands``, each once, and the length from which the number of blocks comes.
 
     They must be operands of a loop, because Inductor looks them up there when it allocates the results of the loop.
     """
-    shapes = [n for x in operands if isinstance(x, Tensor) for n in x.shape]
+    shapes = [length, *(n for x in operands if isinstance(x, Tensor) for n in x.shape)]
     return list({str(n): n for n in shapes if isinstance(n, torch.SymInt)}.values())
 
 

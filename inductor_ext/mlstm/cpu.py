@@ -102,7 +102,7 @@ def forward(
 
     xs = [blocks.split(query.to(kind)), blocks.split(log_max), blocks.positions(), blocks.valid(), *visits]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
-    hidden, row_sum = (blocks.join(x) for x in scan(block, [], xs, others)[1])
+    hidden, row_sum = (blocks.join(x) for x in scan(block, [], xs, others, blocks.length)[1])
     out, normalised, rstd = normalised_rows(hidden, row_sum, floor, norm_weight, norm_bias, *numbers)
     affine = norm_weight is not None or norm_bias is not None
     kept = normalised.to(query.dtype) if affine else query.new_empty(0)
@@ -154,7 +154,7 @@ def backward(
     xs = [*(blocks.split(x) for x in of_rows), blocks.positions(), blocks.valid(), *visits]
     init = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in (key, value, key[..., :1])]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
-    (dk, dv, of_columns), (dq, row_sums) = scan(block, init, xs, others)
+    (dk, dv, of_columns), (dq, row_sums) = scan(block, init, xs, others, blocks.length)
     grads = (x.to(query.dtype) for x in (blocks.join(dq), dk, dv))
     return *grads, blocks.join(row_sums), of_columns[..., 0]
 

@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-def compare(score_mod, table, *, mask=None, kv_heads=HEADS, **options):
+def compare(score_mod, table, *, mask=None, kv_heads=HEADS, dynamic=None, **options):
     """Output and gradients against float64. ``score_mod``: from a table to a function of scores and positions."""
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(BATCH, n, LENGTH, DIM, generator=generator) for n in (HEADS, kv_heads, kv_heads)]
@@ -46,7 +46,7 @@ def compare(score_mod, table, *, mask=None, kv_heads=HEADS, **options):
         return flex_attention(q, k, v, score_mod=score_mod(t), block_mask=block_mask, enable_gqa=gqa, kernel_options=options)
 
     with triton_on_cpu(tma=True):
-        out = torch.compile(attend, backend="gradfuse", fullgraph=True)(*inputs)
+        out = torch.compile(attend, backend="gradfuse", fullgraph=True, dynamic=dynamic)(*inputs)
         got = [out, *torch.autograd.grad(out, inputs, grad)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     b, h, i, j = (
@@ -75,6 +75,12 @@ def test_gradients(name, one_pass):
     segment = entry.sort(-1).values
     bias = lambda t: lambda s, b, h, q, k: s + t[index(b, h, entry[b, q], segment[b, k])] * 2  # noqa: E731
     compare(bias, table(shape), bwd_ONE_PASS=one_pass)
+
+
+def test_symbolic_sizes():
+    """The first entry of the queries times a symbolic stride is 0 (score_mods:1200068 of the fuzzer)."""
+    segment = integers(0, 3)
+    compare(lambda t: lambda s, b, h, q, k: s + t[segment[b, q], segment[b, k], h], table((3, 3, HEADS)), dynamic=True)
 
 
 def test_masks_and_grouped_heads():

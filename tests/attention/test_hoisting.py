@@ -184,7 +184,21 @@ def scores_of(gm, inputs):
     return run.scores.double() - run.scores.double().mean(-1, keepdim=True)
 
 
-@pytest.mark.breadth(0)
+def test_a_table_is_computed_from_what_is_read_of_another(monkeypatch):
+    """score_mods:1200051 of the fuzzer: the inner product of rows needs a table of pairs, and x in it is partly a table."""
+    monkeypatch.setattr("inductor_ext.attention.hoisting.LARGEST_PAIR_TABLE", 0)
+    t, u, w = table(2), table(2, 9), table(1, 2, LENGTH)
+    a, c = table(1, 2, LENGTH, 3), table(1, 2, LENGTH, 3)
+    index = torch.arange(LENGTH**2).view(1, LENGTH, LENGTH) % 9
+
+    def score_mod(s, b, h, q, k):
+        x = t[h] + u[h, index[b, q, k]] + w[b, h, k]
+        return s + x * (x + torch.dot(a[b, h, q], c[b, h, k]))
+
+    notes = hoisted(score_mod)["notes"]
+    assert "its table is [B, H, K]" in notes and "its table is [B, H, Q, K]" in notes
+
+
 def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     """Otherwise each of its two gradients is rounded before they are added (score_mods:801888 of the fuzzer)."""
     query = torch.randn(1, 2, LENGTH, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -197,6 +211,7 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     assert table.meta["example_value"].dtype is torch.float32
 
 
+@pytest.mark.breadth(0)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
 def test_hoisting_changes_no_score(body):
