@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..torch_api.higher_order import scan_op, while_loop_op
+from ..torch_api.sizes import size_hint
 
 #: A block has QUERY_BLOCK queries and a segment KEY_SEGMENT keys. The scores of one block and one segment take
 #: [B, H, QUERY_BLOCK, KEY_SEGMENT] in memory.
@@ -30,9 +31,14 @@ class QueryBlocks:
 
     @property
     def size(self) -> int:
-        """The number of rows in a block."""
-        one = isinstance(self.length, int) and self.length <= QUERY_BLOCK
-        return self.length if one else QUERY_BLOCK
+        """The number of rows in a block.
+
+        If a symbolic length was traced as a multiple of the block, Inductor would take the padding for none at all.
+        """
+        if isinstance(self.length, int):
+            return min(self.length, QUERY_BLOCK)
+        traced = size_hint(self.length) or 1
+        return QUERY_BLOCK if traced % QUERY_BLOCK else QUERY_BLOCK - 8
 
     @property
     def count(self) -> Any:

@@ -68,7 +68,8 @@ def test_masked_blocks_are_not_computed(small_blocks):
     assert all(g[:, :, :seen].abs().sum() > 0 and g[:, :, seen:].abs().sum() == 0 for g in grads[1:])
 
 
-def test_queries_and_keys_whose_lengths_become_symbolic():
+@pytest.mark.parametrize("lengths", [(48, 80), (300, 256, 248, 300)], ids=["in one block", "whole blocks"])
+def test_queries_and_keys_whose_lengths_become_symbolic(lengths):
     """The number of blocks comes from the number of queries, which is in no shape of the loop itself."""
     t = torch.randn(2, 8, 8, requires_grad=True)
 
@@ -76,12 +77,12 @@ def test_queries_and_keys_whose_lengths_become_symbolic():
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + t[h, segment[b, i], segment[b, j]])
 
     compiled = torch.compile(attend, backend="gradfuse", fullgraph=True)
-    for batch, length in ((2, 48), (3, 80)):
+    for batch, length in enumerate(lengths, 2):
         q, k, v = (torch.randn(batch, 2, length, 16, requires_grad=True) for _ in range(3))
         segment = torch.randint(0, 8, (batch, length))
-        (got,) = torch.autograd.grad(compiled(q, k, v, segment).square().sum(), t)
-        exact = t.detach().double().requires_grad_()
-        bias = exact[:, segment[:, :, None], segment[:, None, :]].movedim(0, 1)
-        out = (q.double() @ k.double().mT / 4 + bias).softmax(-1) @ v.double()
-        (want,) = torch.autograd.grad(out.square().sum(), exact)
-        assert (got - want).norm() < 1e-5 * want.norm()
+        got = torch.autograd.grad(compiled(q, k, v, segment).square().sum(), (t, q))
+        exact = [x.detach().double().requires_grad_() for x in (t, q)]
+        bias = exact[0][:, segment[:, :, None], segment[:, None, :]].movedim(0, 1)
+        out = (exact[1] @ k.double().mT / 4 + bias).softmax(-1) @ v.double()
+        for x, y in zip(got, torch.autograd.grad(out.square().sum(), exact), strict=True):
+            assert (x - y).norm() < 1e-5 * y.norm()
