@@ -97,12 +97,12 @@ def scan(
     return list(result[: len(init)]), list(result[count:])
 
 
-def _symbolic_sizes(operands: Sequence[Any], length: Any) -> list[torch.SymInt]:
-    """The symbolic sizes in the shapes of ``operands``, each once, and the length from which the number of blocks comes.
+def _symbolic_sizes(operands: Sequence[Any], *lengths: Any) -> list[torch.SymInt]:
+    """The symbolic sizes in the shapes of ``operands`` and among ``lengths``, each once.
 
     They must be operands of a loop, because Inductor looks them up there when it allocates the results of the loop.
     """
-    shapes = [length, *(n for x in operands if isinstance(x, Tensor) for n in x.shape)]
+    shapes = [*lengths, *(n for x in operands if isinstance(x, Tensor) for n in x.shape)]
     return list({str(n): n for n in shapes if isinstance(n, torch.SymInt)}.values())
 
 

@@ -207,7 +207,7 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     seen = after(passes.hoisting, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
     read, table = seen["node"].args[-2]
     assert read.target == "to" and read.meta["example_value"].dtype is torch.float32
-    assert "table: t[h, (q + h) % 8]" in "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])
+    assert "[h, (q + h) % 8] has the footprint head+row" in "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])
     assert table.meta["example_value"].dtype is torch.float32
 
 
