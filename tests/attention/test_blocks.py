@@ -70,13 +70,13 @@ def shifted(r, keys, rest=lambda b, h, q, k: 0.0):
 
 CASES = {
     # name: queries, keys, the leading dims of r, whether a causal mask is there, kernel_options
-    "one_writer": (64, 64, (BATCH, HEADS), False, {}),
-    "one_pass": (64, 64, (BATCH, HEADS), False, {"bwd_ONE_PASS": True}),
-    "ends_in_a_tile": (52, 72, (BATCH, HEADS), False, {}),
-    "ends_in_a_tile_one_pass": (52, 72, (BATCH, HEADS), False, {"bwd_ONE_PASS": True}),
-    "causal": (72, 72, (BATCH, HEADS), True, {}),
-    "shared_by_the_batch": (52, 72, (HEADS,), False, {"bwd_ONE_PASS": True}),
-    "shared_by_all": (52, 72, (), True, {}),
+    "one_writer": (64, 128, (BATCH, HEADS), False, {}),
+    "one_pass": (64, 256, (BATCH, HEADS), False, {"bwd_ONE_PASS": True}),
+    "queries_end_in_a_tile": (52, 128, (BATCH, HEADS), False, {}),
+    "queries_end_in_a_tile_one_pass": (52, 128, (BATCH, HEADS), False, {"bwd_ONE_PASS": True}),
+    "causal": (128, 128, (BATCH, HEADS), True, {}),
+    "shared_by_the_batch": (52, 128, (HEADS,), False, {"bwd_ONE_PASS": True}),
+    "shared_by_all": (52, 128, (), True, {}),
 }
 
 
@@ -110,43 +110,53 @@ def test_relative_shift(name, deterministic):
         assert (x - y).norm() < 1e-5 * y.norm()
 
 
-def sources(r, score_mod):
-    inputs = [torch.zeros(BATCH, HEADS, 64, DIM, requires_grad=True) for _ in range(3)]
+def sources(r, score_mod, keys=128):
+    inputs = [torch.zeros(BATCH, HEADS, n, DIM, requires_grad=True) for n in (64, keys, keys)]
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse")
     return triton_sources(compiled, *inputs, tma=True)
 
 
+def shift_to(keys):
+    """A relative shift for 64 queries, with aligned rows."""
+    return torch.zeros(BATCH, HEADS, 64, 64 + keys - 1, requires_grad=True)
+
+
 def test_blocks_are_read_and_stored_whole():
-    r = torch.zeros(BATCH, HEADS, 64, 127, requires_grad=True)
-    forward, backward = sources(r, shifted(r, 64))
+    forward, backward = sources(shift_to(128), shifted(shift_to(128), 128))
     assert "blocks_of_table_0.load" in forward and "BLOCK_N - 1 - tl.arange" in forward
     assert "blocks_of_table_0.load" in backward and "blocks_of_grad_0.store" in backward
 
 
 def test_other_tables_keep_keys_in_ascending_order():
-    r, t = torch.zeros(BATCH, HEADS, 64, 127, requires_grad=True), torch.zeros(HEADS, 64, 64, requires_grad=True)
-    forward, _ = sources(r, shifted(r, 64, lambda b, h, q, k: t[h, q, k]))
+    t = torch.zeros(HEADS, 64, 128, requires_grad=True)
+    forward, _ = sources(shift_to(128), shifted(shift_to(128), 128, lambda b, h, q, k: t[h, q, k]))
     assert "blocks_of_table_0.load" in forward and "BLOCK_N - 1 - tl.arange" not in forward
+
+
+def test_the_last_key_is_the_last_of_a_tile():
+    """Otherwise blocks would be at columns that TMA does not take: an illegal instruction on an H200."""
+    forward, backward = sources(shift_to(96), shifted(shift_to(96), 96), keys=96)
+    assert "blocks_of" not in forward and "blocks_of" not in backward
 
 
 def test_coordinates_of_descending_keys():
     generator = torch.Generator().manual_seed(0)
-    r = torch.randn(BATCH, HEADS, 64, 127, generator=generator, requires_grad=True)
-    rows = torch.randn(HEADS, 64, 4, generator=generator, requires_grad=True)
+    r = torch.randn(BATCH, HEADS, 64, 191, generator=generator, requires_grad=True)
+    rows = torch.randn(HEADS, 64, 8, generator=generator, requires_grad=True)
     columns = torch.randn(HEADS, 64, 16, generator=generator, requires_grad=True)
-    q, k, v = (torch.randn(BATCH, HEADS, 64, DIM, generator=generator, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(BATCH, HEADS, n, DIM, generator=generator, requires_grad=True) for n in (64, 128, 128))
     inputs = [q, k, v, r, rows, columns]
 
     def attend(q, k, v, r, rows, columns):
         image = lambda b, h, i, j: rows[h, i, j // 16] + columns[h, i, j % 16]  # noqa: E731
-        return flex_attention(q, k, v, score_mod=shifted(r, 64, image))
+        return flex_attention(q, k, v, score_mod=shifted(r, 128, image))
 
     with triton_on_cpu(tma=True):
         out = torch.compile(attend, backend="gradfuse", fullgraph=True)(*inputs)
         got = [out, *torch.autograd.grad(out.square().sum(), inputs)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    i, j = torch.arange(64)[:, None], torch.arange(64)
-    bias = exact[3][..., i, i - j + 63] + exact[4][:, i, j // 16] + exact[5][:, i, j % 16]
+    i, j = torch.arange(64)[:, None], torch.arange(128)
+    bias = exact[3][..., i, i - j + 127] + exact[4][:, i, j // 16] + exact[5][:, i, j % 16]
     out = (exact[0] @ exact[1].mT / DIM**0.5 + bias).softmax(-1) @ exact[2]
     want = [out, *torch.autograd.grad(out.square().sum(), exact)]
     for x, y in zip(got, want, strict=True):

@@ -30,15 +30,11 @@ def relative_shift(length, leading):
     return Case("relative_shift", {"r": (*leading, length, 2 * length - 1)}, bias, bias)
 
 
+#: Length, head dim, leading axes. TMA moves blocks only if the length is a multiple of 128.
+LENGTHS = ((97, 64, (2, 2)), (1000, 128, (2, 2)), (256, 32, (2,)), (640, 64, (2, 2)), (384, 128, (2, 2)), (384, 80, (2,)))
 SHIFTS = [
     dataclasses.replace(relative_shift(length, leading), length=length, dim=dim, dtype=dtype)
-    for length, dim, leading in (
-        (97, 64, (2, 2)),
-        (1000, 64, (2, 2)),
-        (1000, 128, (2, 2)),
-        (256, 32, (2,)),
-        (1000, 80, (2,)),
-    )
+    for length, dim, leading in LENGTHS
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
