@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..core import subgraphs
-from ..torch_api.ir import add_in_order, contiguous_strides, full
+from ..torch_api.ir import add_in_order, contiguous_strides, full, stored
 from ..torch_api.lowering import empty_strided, lowerings
 from .captured_grads import Contribution
 
@@ -85,7 +85,8 @@ def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: 
     positions = []
     for axis, n in enumerate(kept):
         iota = lowerings[torch.ops.prims.iota](n, start=0, step=1, dtype=torch.int32, device=device, requires_grad=False)
-        positions.append(lowerings[aten.reshape](iota, [n if a == axis else 1 for a in range(4)]))
+        # What Inductor computes from iota, it computes by sympy, where casts to narrow integers do not wrap.
+        positions.append(lowerings[aten.reshape](stored(iota), [n if a == axis else 1 for a in range(4)]))
     nothing = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=device)
     offset, inside = subgraphs.over_tensors(address, [nothing, *positions, nothing, *captured], device)
     numel = sympy.prod(list(kept))

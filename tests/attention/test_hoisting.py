@@ -205,10 +205,10 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     t = torch.randn(2, LENGTH, dtype=torch.bfloat16, requires_grad=True)
     score_mod = lambda s, b, h, q, k: s * t[h, (q + h) % LENGTH] + t[h, k]  # noqa: E731
     seen = after(passes.hoisting, lambda q: flex_attention(q, q, q, score_mod=score_mod), query)
-    read, table = seen["node"].args[-2]
-    assert read.target == "to" and read.meta["example_value"].dtype is torch.float32
+    read, table = seen["captured"]
+    assert read.target == "to" and read.value.dtype is torch.float32
     assert "[h, (q + h) % 8] has the footprint head+row" in "; ".join(f"{d.path}: {d.why}" for d in seen["decisions"])
-    assert table.meta["example_value"].dtype is torch.float32
+    assert table.value.dtype is torch.float32
 
 
 @pytest.mark.breadth(0)

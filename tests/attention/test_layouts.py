@@ -37,7 +37,7 @@ def learned(*shape):
 
 
 def operands(seen):
-    return [n.meta["example_value"] for n in seen["node"].args[-2]]
+    return [n.value for n in seen["captured"]]
 
 
 def test_a_table_has_its_entries_last_and_an_index_has_32_bits():
@@ -111,7 +111,7 @@ def test_an_index_beyond_32_bits_does_not_become_a_valid_one():
     t, index = learned(ENTRIES, HEADS), integers()
     index[0, 0, 0] = 2**32 + 3
     seen, _ = laid_out(lambda s, b, h, q, k: s + t[index[b, q, k], h])
-    (cast,) = [n for n in seen["node"].args[-2] if n.meta["example_value"].dtype is torch.int32]
+    (cast,) = [n for n in seen["captured"] if n.value.dtype is torch.int32]
     clamp = cast.args[0]
     narrow = getattr(index, clamp.target)(*clamp.args[1:]).to(cast.args[1])
     assert narrow[0, 0, 0] == 2**31 - 1 and torch.equal(narrow[1:], index[1:].int())

@@ -1,11 +1,13 @@
 """Watch one rewrite of a Dynamo graph, and stop the compilation after it."""
 
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from inductor_ext.attention.calls import ForwardCall
 from inductor_ext.core.report import collect
 from inductor_ext.torch_api.higher_order import flex_attention_hop
 
@@ -15,6 +17,12 @@ class Stop(Exception):
 
     def __str__(self):
         return "Stop"
+
+
+def copied(node):
+    """What a test looks at: the target of a node, its arguments (nodes as copies of this kind), and its fake value."""
+    arguments = [copied(a) if isinstance(a, torch.fx.Node) else a for a in node.args]
+    return SimpleNamespace(target=node.target, args=arguments, value=node.meta.get("example_value"))
 
 
 def after(rewrite_module, attention, query):
@@ -34,6 +42,8 @@ def after(rewrite_module, attention, query):
         text = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r" : [\w.]+(?= \[)", "", text))
         seen.update(graph=text.replace(", kwargs = {}", ""), node=node, outer=[str(n.target) for n in gm.graph.nodes])
         seen["decisions"] = report.decisions
+        # The graph is taken apart after the exception, so what tests look at is copied.
+        seen["captured"] = [copied(n) for n in ForwardCall.of(node).captured]
         raise Stop
 
     compiled = torch.compile(attention, backend="gradfuse", fullgraph=True)
