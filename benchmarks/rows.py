@@ -22,7 +22,7 @@ def measured(result: dict[str, Any]) -> pd.DataFrame:
     rows = pd.DataFrame(result["rows"])
     if "refused" not in rows:
         rows["refused"] = None
-    for direction in ("forward", "backward"):
+    for direction in (d for d in ("forward", "backward") if f"{d}_ms" in rows):
         rows[direction] = rows[f"{direction}_ms"].map("{:.2f}".format).where(rows.refused.isna(), "refused")
         if f"{direction}_kernels_ms" in rows:
             rows[direction] += rows[f"{direction}_kernels_ms"].map(" ({:.2f})".format)

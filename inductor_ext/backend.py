@@ -46,6 +46,7 @@ from .torch_api.config import (
     without_caches,
 )
 from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
+from .torch_api.graph import stable_topological_sort
 from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
 #: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
@@ -77,9 +78,13 @@ class _OnJointGraph(_StageOfJointGraph):
 
 
 class _BeforePartition(_StageOfJointGraph):
-    """Runs after stock's passes."""
+    """Runs after stock's passes, which leave the order of the nodes to a sort that comes later."""
 
     stage = "partition"
+
+    def __call__(self, graph: Graph) -> None:
+        stable_topological_sort(graph)
+        super().__call__(graph)
 
 
 def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .attention import canonical, hoisting, layouts, no_mask
+from .attention import canonical, hoisting, kernel_dropout, layouts, no_mask
 from .attention import cpu as dense_attention
+from .attention.recognition import rewrite as recognition
 from .casts import rewrite as casts
 from .core import joint_graph
 from .core.dynamo_graph import graphs_in
@@ -31,6 +32,12 @@ from .scan import rewrite as scans
 
 #: The passes in the order in which they run. Each rewrite is looked up when it runs, so that a test can replace it.
 ORDER: tuple[Pass, ...] = (
+    Pass(
+        "attention_pattern",
+        "dynamo",
+        "recognises attention with learned biases in plain PyTorch and replaces it by flex_attention",
+        lambda gm, options: recognition.rewrite(gm, options),
+    ),
     Pass(
         "score_mods",
         "dynamo",
@@ -48,6 +55,12 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "lays out captured tensors for the lookups of a score_mod: dims that vary last, indices in 32 bits",
         lambda gm, options: layouts.rewrite(gm, options),
+    ),
+    Pass(
+        "attention_dropout",
+        "dynamo",
+        "draws the seed of a flex_attention with dropout, whose mask its kernels then compute from the positions",
+        lambda gm, options: kernel_dropout.rewrite(gm, options),
     ),
     Pass(
         "scans",

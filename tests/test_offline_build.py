@@ -81,6 +81,7 @@ CAPTURED = {
     "causal": gradients(),
     "relative": gradients(Reduction.STRIP),
     "scaled_and_gathered": gradients(Reduction.SUM, Reduction.SCATTER),
+    "with_dropout": gradients(Reduction.SUM),
     "rows_and_columns_of_an_image": gradients(Reduction.SCATTER, Reduction.SCATTER),
     "relative_shift": gradients(Reduction.STORE),
     "pairs_of_segments": gradients(Reduction.BY_ENTRY),
@@ -94,6 +95,8 @@ def kernel_options(direction, config):
 
 #: Bytes of stack a thread, where every tile without any was measured to be slower (benchmarks/NOTES.md).
 SPILLS = {("relative", 90, "backward"): 352, ("scaled_and_gathered", 90, "backward"): 32}
+#: Nobody has timed a smaller tile here.
+SPILLS |= {("with_dropout", 80, "backward"): 16, ("with_dropout", 90, "backward"): 8}
 
 
 def builds(names, quick):
@@ -116,9 +119,12 @@ def tiled(name, arch, stock, dtype=torch.bfloat16, dim=64):
         "reads": name in ("scaled_and_gathered", "rows_and_columns_of_an_image", "pairs_of_segments"),
         "chained reads": name in ("scaled_and_gathered", "pairs_of_segments"),
         "fp32": dtype is torch.float32,
+        "dropout": name == "with_dropout",
     }
     forward = forward_config(stock[0], family, {feature for feature, there in has.items() if there}, head_dim=dim)
-    backward = backward_config(stock[1], family, CAPTURED[name], one_pass=one_pass, mask_mod=mask_mod, head_dim=dim)
+    backward = backward_config(
+        stock[1], family, CAPTURED[name], one_pass=one_pass, mask_mod=mask_mod, head_dim=dim, dropout=has["dropout"]
+    )
     tiles = {**kernel_options("fwd", forward), **kernel_options("bwd", backward)}
     emitted = sources(name, dtype, arch=arch, dim=dim, **tiles)
     return {"forward": (emitted["forward"], forward), "backward": (emitted["backward"], backward)}

@@ -26,7 +26,7 @@ STAGES = (
         'Stage "dynamo"',
         "plain FX, before autograd",
         True,
-        ("score_mods", "hoisting", "layouts", "scans", "mlstm_pattern"),
+        ("attention_pattern", "score_mods", "hoisting", "layouts", "attention_dropout", "scans", "mlstm_pattern"),
     ),
     Stage("AOTAutograd", "derives the backward: one joint graph", False),
     Stage('Stage "joint"', "forward and backward in one graph", True, ("scatters", "gathers", "casts", "out_dtype")),

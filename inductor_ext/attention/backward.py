@@ -24,7 +24,7 @@ from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_c
 from ..torch_api.lowering import V, empty_strided, lowerings
 from ..torch_api.sizes import known_at_most
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
-from . import common, score_graphs
+from . import common, kernel_dropout, score_graphs
 from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
 from .captured_grads import JointGraph, NotUnderstood, take_apart
@@ -60,9 +60,8 @@ def _grid(
     return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
 
 
-_SOURCE = load(
-    "attention/flex_backward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*", "attention/backward/*"
-)
+_TEMPLATES = ("flex_backward", "flex_tiles", "flex_tables", "dropout", "kinds/*", "backward/*")
+_SOURCE = load(*(f"attention/{name}" for name in _TEMPLATES))
 _template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
@@ -114,7 +113,8 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     one_pass = _one_pass(options, call, captured)
     mask = common.mask_operands(call.mask, ["KV", "Q"], nothing_hidden)
 
-    template_options = common.template_options(call) | mask.options()
+    template_options = common.template_options(call) | mask.options() | kernel_dropout.template_options(call)
+    seeds = realize([kernel_dropout.seed_of(call)]) if template_options["DROPOUT"] else []
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph)
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
@@ -136,12 +136,12 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
     generators = mask.generators(len(inputs))
     inputs += mask.tensors
-    captured.allocate(call.captured, call.mask, device, tilings)
+    captured.allocate(call.captured, nothing_hidden, device, tilings)
     choices: list[Any] = []
     for tiled in tilings:
         _template.maybe_append_choice(
             choices=choices,
-            input_nodes=[*inputs, *tables.buffers(), *captured.targets],
+            input_nodes=[*inputs, *tables.buffers(), *captured.targets, *seeds],
             layout=grad_key_layout,
             subgraphs=inlined,
             mutated_inputs=[grad_query, grad_value, *captured.written],
@@ -153,7 +153,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     grad_key = autotune(
         "gradfuse_flex_attention_backward",
         choices,
-        [*inputs, *tables.buffers(), *captured.targets, *all_captured],
+        [*inputs, *tables.buffers(), *captured.targets, *seeds, *all_captured],
         grad_key_layout,
         generators,
         all_captured,
@@ -212,6 +212,7 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
             "one_pass": template_options["ONE_PASS"],
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
             "one_tile": common.in_tiles(call, 1),
+            "dropout": template_options["DROPOUT"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
     largest = common.largest_tile(call)

@@ -57,7 +57,8 @@ def _interval_of_op(node: Node, extents: dict[Node, Any], known: dict[Node, Inte
     bounds = exact_integers(value.dtype)
     if rule is None or node.kwargs.get("alpha", 1) != 1:
         return bounds
-    low, high = rule(*(interval(a, extents, known) for a in node.args if a is None or isinstance(a, (int, Node))))
+    operands = (a for a in node.args if a is None or isinstance(a, (int, Node)))
+    low, high = rule(*(None if a is None else interval(a, extents, known) for a in operands))
     # A value that does not fit wraps, so the result may be any value of the dtype.
     fits = low is not None and high is not None and bounds[0] <= low and high <= bounds[1]
     return (low, high) if fits else bounds
@@ -119,10 +120,10 @@ def _maximum(x: Interval, y: Interval) -> Interval:
     return _neg(_minimum(_neg(x), _neg(y)))
 
 
-def _clamp(x: Interval, low: Interval = UNBOUNDED, high: Interval = UNBOUNDED) -> Interval:
-    # None is no bound, and the interval of a bound that is not known is that of its dtype.
-    x = x if low == UNBOUNDED else _maximum(x, low)
-    return x if high == UNBOUNDED else _minimum(x, high)
+def _clamp(x: Interval, low: Interval | None = None, high: Interval | None = None) -> Interval:
+    # None is no bound. A bound of which nothing is known may be any number.
+    x = x if low is None else _maximum(x, low)
+    return x if high is None else _minimum(x, high)
 
 
 def _where(_: Interval, x: Interval, y: Interval) -> Interval:

@@ -8,6 +8,7 @@ small FX graph of ``getitem``, ``add``, ``where`` and so on. Each of these rules
     nested indexing          table[i][j]                 -> table[i, j]
     captured-only work       softplus(table)[h], w[0]    -> computed once outside, the result captured
     0-d captures             score * temperature         -> score * temperature.view(1)[0]
+    a cast to bool           k.bool()                    -> k != 0
     unused captures          _ = w[h]; return score      -> not captured at all
     no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
 
@@ -24,12 +25,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import HALF, called, fake_tensor, value_of
+from ..core.fx import HALF, called, dtype_of, fake_tensor, name_of, value_of
 from ..core.purity import is_pure
 from ..core.report import leave_to_stock, record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
+from .footprints import TRUTH_CASTS
 from .functional import Impure, functionalise
 from .score_mod import ScoreMod
 
@@ -58,6 +60,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         done += functionalise(graph)
         with gm.graph.inserting_before(node):
             _lookups(graph, done)
+            _compare_with_zero(graph)
             _flatten_nested_indexing(graph, done)
             captured = _compute_outside(outer, graph, captured, done)
             captured = drop_unused(graph, captured, done)
@@ -121,6 +124,27 @@ def _lookups(graph: Graph, done: list[str]) -> None:
             node.replace_all_uses_with(read)
             graph.erase_node(node)
             done.append("an embedding lookup is now an index")
+
+
+def _compare_with_zero(graph: Graph) -> None:
+    """Write where an integer is taken as a bool as ``!= 0``.
+
+    Outside of a kernel, Inductor ignores a cast of a position to bool, and its C++ for that does not compile.
+    """
+    for node in list(graph.nodes):
+        logical = name_of(node).startswith("logical_")
+        if not logical and not (name_of(node) in TRUTH_CASTS and dtype_of(node) is torch.bool):
+            continue
+        for operand in [n for n in node.all_input_nodes if _is_integer(n)][: None if logical else 1]:
+            with graph.inserting_before(node):
+                compared = graph.call_function(operator.ne, (operand, 0))
+            compared.meta = {**operand.meta, "example_value": fake_tensor(operand).bool()}
+            node.replace_input_with(operand, compared)
+
+
+def _is_integer(node: Node) -> bool:
+    dtype = dtype_of(node)
+    return not (dtype is None or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex)
 
 
 def _without_defaults(kwargs: dict[str, Any]) -> list[Any]:

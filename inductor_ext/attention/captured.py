@@ -23,11 +23,10 @@ import torch
 from ..core import subgraphs
 from ..core.kernels import LARGEST_TILE
 from ..core.templates import Listed
-from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
-from . import common, deterministic
+from . import deterministic
 from .captured_grads import Contribution
 from .copies import copies
 from .inlining import InlinedContribution, Inlining
@@ -158,11 +157,13 @@ class CapturedGradients:
         return copies(plans[0].contribution.shape) if crowded else 1
 
     def allocate(
-        self, tensors: Sequence[Any], block_mask: FlexBlockMask, device: torch.device, tilings: Sequence[dict[str, Any]]
+        self, tensors: Sequence[Any], unmasked: bool, device: torch.device, tilings: Sequence[dict[str, Any]]
     ) -> None:
-        """Allocate the buffers that the kernel writes. They are large enough for each of ``tilings``."""
+        """Allocate the buffers that the kernel writes. They are large enough for each of ``tilings``.
+
+        unmasked: no score is hidden, so that elements with one writer need no zeros.
+        """
         extents = self.extents
-        unmasked = common.is_unmasked(block_mask)
         targets: dict[int, Any] = {}
         for owner, (learned, tensor) in enumerate(zip(self.learned, tensors, strict=True)):
             plans = [i for i, plan in enumerate(self.plans) if plan.owner == owner]

@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from ..core.fx import fake_tensor
-from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, next_power_of_two
+from ..core.kernels import LARGEST_TILE, SUPPORTED_DTYPES, float32_precision, longest_tile, next_power_of_two
 from ..core.report import user_line
 from ..core.target import Target
 from ..core.templates import Listed
@@ -18,14 +18,14 @@ from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V
 from ..torch_api.sizes import FloorDiv, Mod, hint
-from . import descriptor
+from . import descriptor, kernel_dropout
 from .calls import BackwardCall, ForwardCall
 
 #: The sparse block size that flex_attention uses if there is no block mask.
 NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
 #: The lowering sets these options, so the entries of the user's kernel_options are not passed to the template.
-_OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", descriptor.OPTION)
+_OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", descriptor.OPTION, kernel_dropout.OPTION, kernel_dropout.SEED)
 
 
 #: The advice for a score_mod or mask_mod for which there is no kernel.
@@ -83,7 +83,7 @@ def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
     dense_keys = sizevars.evaluate_expr(sympy.Le(key_length, key_block))
 
     def even(length: Any, block: int, dense: bool) -> bool:
-        whole = sizevars.statically_known_true(sympy.Eq(Mod(length, LARGEST_TILE), 0))
+        whole = sizevars.statically_known_true(sympy.Eq(Mod(length, longest_tile(call.kernel_options)), 0))
         return whole and (dense or sizevars.statically_known_true(sympy.Eq(Mod(length, block), 0)))
 
     options = {k: _guarded(v) for k, v in call.kernel_options.items() if k not in _FRONT_END_OPTIONS + _OUR_OPTIONS}
@@ -169,12 +169,6 @@ def _rounded(length: Any) -> int:
 def _largest_divisor(block: int) -> int:
     """Return the largest power of two that divides a sparse block size, but at least 16, which tl.dot needs."""
     return max(block & -block, 16)
-
-
-def is_unmasked(block_mask: FlexBlockMask) -> bool:
-    """Return whether there is no block mask at all, so that every tile is computed."""
-    sizes = (block_mask.query_block_size, block_mask.key_block_size)
-    return all(isinstance(n, int) and n >= NO_MASK_BLOCK_SIZE for n in sizes)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from ..core.cpu_loops import KeySegments, QueryBlocks, scan
 from ..core.fx import working_dtype
 from .cpu_tiles import JointFunction, over_grid
+from .kernel_dropout import kept, scale
 
 aten = torch.ops.aten
 
@@ -45,6 +46,7 @@ class DenseAttention:
     has_full_blocks: bool
     scale: float
     num_captured: int
+    dropout: float = 0.0
     query_block: Any = None
     key_block: Any = None
 
@@ -133,6 +135,17 @@ class DenseAttention:
 
         return over_grid(score, (raw, visible), *position)
 
+    def _kept(self, values: Tensor, captured: Sequence[Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return the values of a tile [B, H, Q, K] whose probabilities dropout keeps, scaled, and 0 elsewhere.
+
+        The seed is the last captured tensor.
+        """
+        if not self.dropout:
+            return values
+        of_slice = b[:, None, None, None] * h.shape[0] + h[:, None, None]
+        keep = kept(captured[-1], self.dropout, of_slice, q[:, None], k)
+        return torch.where(keep, values * scale(self.dropout), 0.0)
+
     # -- forward
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,12 +164,15 @@ class DenseAttention:
             top, total, acc = state
             key, value = keyed
             q, position, row_ok, b, h, *rest = others
-            _, _, scores = self._tile(q, key, (b, h, position, k), row_ok, real, *self._named(rest))
+            tables, captured, mask_captured = self._named(rest)
+            indices = b, h, position, k
+            _, _, scores = self._tile(q, key, indices, row_ok, real, tables, captured, mask_captured)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             shift = torch.where(new_top == -math.inf, 0.0, new_top)
             rescale = torch.exp(top - shift)
             weights = torch.exp(scores - shift)
-            return [new_top, total * rescale + weights.sum(-1, keepdim=True), acc * rescale + _group_matmul(weights, value)]
+            total = total * rescale + weights.sum(-1, keepdim=True)
+            return [new_top, total, acc * rescale + _group_matmul(self._kept(weights, captured, *indices), value)]
 
         def block(_: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
             q, position, row_ok, *visits = xs
@@ -213,13 +229,15 @@ class DenseAttention:
             raw, visible, scores = self._tile(q, key, indices_of_tile, row_ok, real, tables, captured, mask_captured)
             lse = torch.where(lse == -math.inf, 0.0, lse)
             probs = torch.exp(scores - lse[..., None])
-            dmod = probs * (_group_matmul(do, value.transpose(-2, -1)) - delta[..., None])
+            dprobs = self._kept(_group_matmul(do, value.transpose(-2, -1)), captured, *indices_of_tile)
+            dmod = probs * (dprobs - delta[..., None])
             dscores, contributions = self._gradients(raw, dmod, visible, captured, *indices_of_tile)
             dscores = torch.where(visible, dscores, 0.0).to(work) * self.scale
             for owner, indices, addend in contributions:
                 sums[slot[owner]] = _accumulate(sums[slot[owner]], indices, addend)
             dk = keys.add(dk, _group_matmul_transposed(dscores, q, key), k)
-            dv = keys.add(dv, _group_matmul_transposed(probs, do, value), k)
+            kept_probs = self._kept(probs, captured, *indices_of_tile)
+            dv = keys.add(dv, _group_matmul_transposed(kept_probs, do, value), k)
             return [dq + _group_matmul(dscores, key), dk, dv, *sums]
 
         def block(carry: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:

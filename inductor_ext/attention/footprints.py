@@ -113,6 +113,8 @@ _CASTS = names(
     "to _to_copy convert_element_type clone detach alias lift_fresh_copy contiguous pos positive int long float double"
 )
 _NARROW_CASTS = names("char byte short half bfloat16")
+#: Casts that may make a bool of an integer.
+TRUTH_CASTS = names("to _to_copy convert_element_type bool type type_as")
 #: The dtypes whose sums and products are followed. Those of floats are exact within the integers that the dtype represents.
 _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
 #: The bound of a position whose length is symbolic. Positions are 32-bit integers, and the sum of two does not wrap.
@@ -143,8 +145,10 @@ def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[
 def _may_differ(node: Node, value: _Value, values: dict[Node, _Value], ranges: Ranges) -> bool:
     dtype = dtype_of(node)
     integers = [n for n in node.all_input_nodes if n in values and not _is_float(n)]
-    if dtype in (None, torch.bool) or node.op not in ("call_function", "call_method") or not integers or _reads(node):
+    if dtype is None or node.op not in ("call_function", "call_method") or not integers or _reads(node):
         return False
+    if dtype is torch.bool:
+        return name_of(node) in TRUTH_CASTS and any(dtype_of(n) is not torch.bool for n in integers)
     cast = name_of(node) in _CASTS | _NARROW_CASTS
     if dtype.itemsize <= 2 and (cast or not _is_float(node)):
         polynomial = values[integers[0]].polynomial if cast else None
@@ -229,13 +233,18 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
     if summed(node) is not None:
         # Anything but an inner product would need memory for a vector for every pair.
         return _Value(joined if joined.kind is not PAIR or factors(node) is not None else UNKNOWN)
-    binary = name in _BINARY_ONLY and len(node.args) == 2 and all(isinstance(a, Node) for a in node.args)
-    if name not in POINTWISE | _CASTS and not binary:
+    tensors = len(node.args) if all(isinstance(a, Node) for a in node.args) else 0
+    if not is_pointwise(name, tensors) and name not in _CASTS:
         return _Value(UNKNOWN)
     polynomial = _polynomial(node, name, values, ranges)
     if polynomial is None:
         return _Value(joined)
     return _Value(_footprint(polynomial, joined, atoms), polynomial)
+
+
+def is_pointwise(name: str, operands: int) -> bool:
+    """Return whether the op of this name with this number of tensor operands computes its result element by element."""
+    return name in POINTWISE or (name in _BINARY_ONLY and operands == 2)
 
 
 def _indices(node: Node) -> Sequence[Any]:

@@ -16,10 +16,10 @@ from ..core.target import Target
 from ..core.templates import Listed, load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
-from ..torch_api.ir import dense_strides, fixed_layout
+from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import SymbolicGridFn, autotune, make_template
-from . import common, score_graphs
+from . import common, kernel_dropout, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining
 from .no_mask import hides_nothing
@@ -34,7 +34,9 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
     return cdiv(queries, meta["BLOCK_M"]), batch, heads
 
 
-_SOURCE = load("attention/flex_forward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*")
+_SOURCE = load(
+    "attention/flex_forward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*", "attention/dropout"
+)
 _template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
 
 
@@ -54,6 +56,8 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             record(NAME, "flex_attention", STOCK, "inference needs no logsumexp", where)
         elif reason is not None:
             leave_to_stock(options.strict, NAME, "flex_attention", reason, where, common.ADVICE)
+        if reason is not None and kernel_dropout.probability(call):
+            raise NotImplementedError(f"gradfuse cannot compute the dropout of this attention: {reason} ({where})")
         if inference or reason is not None:
             return stock(*args)
         return _lower(call)
@@ -84,7 +88,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     generators = mask.generators(len(inputs))
     inputs += mask.tensors
 
-    template_options = common.template_options(call) | mask.options()
+    template_options = common.template_options(call) | mask.options() | kernel_dropout.template_options(call)
+    seeds = realize([kernel_dropout.seed_of(call)]) if template_options["DROPOUT"] else []
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
@@ -98,6 +103,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             "chained reads": score_graphs.has_chained_reads(score_graph),
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
+            "dropout": template_options["DROPOUT"],
             "fp32": dtype is torch.float32,
         }
         features = {name for name, there in has.items() if there}
@@ -107,7 +113,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     for tiled in common.tile_choices(template_options, "fwd", configs, tiles, common.largest_tile(call)):
         _template.maybe_append_choice(
             choices=choices,
-            input_nodes=[*inputs, *tables.buffers()],
+            input_nodes=[*inputs, *tables.buffers(), *seeds],
             layout=layout,
             subgraphs=subgraphs,
             mutated_inputs=[logsumexp, max_scores],
@@ -118,7 +124,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     out = autotune(
         "gradfuse_flex_attention",
         choices,
-        [*inputs, *tables.buffers(), *captured],
+        [*inputs, *tables.buffers(), *seeds, *captured],
         layout,
         generators,
         captured,

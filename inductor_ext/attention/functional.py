@@ -37,7 +37,7 @@ def functionalise(graph: Graph) -> list[str]:
     done = []
     for node in nodes:
         if changes_in_place(node):
-            _out_of_place(graph, node)
+            _replace(graph, node)
             done.append("in-place operations are now functional")
     if any(map(sets_gradient_mode, nodes)):
         _detach_regions(graph)
@@ -68,7 +68,7 @@ def _check(nodes: list[Node]) -> None:
 
 def _check_in_place(node: Node) -> None:
     changed = node.args[0] if node.args else None
-    if node.kwargs.get("out") is not None or not isinstance(changed, Node) or _functional(node) is None:
+    if node.kwargs.get("out") is not None or not isinstance(changed, Node) or out_of_place(node) is None:
         raise Impure(f"{called(node)} works only in place")
     captured = changed.op == "placeholder" and changed not in changed.graph.find_nodes(op="placeholder")[:1]
     if captured or _is_view(changed):
@@ -85,7 +85,7 @@ def _is_view(node: Node) -> bool:
     return called(node) in _VIEWS
 
 
-def _functional(node: Node) -> tuple[str, Any] | None:
+def out_of_place(node: Node) -> tuple[str, Any] | None:
     """Return the op and the target of the same computation out of place, or None if there is none."""
     if node.kwargs.get("inplace") is True:
         return node.op, node.target
@@ -99,9 +99,9 @@ def _functional(node: Node) -> tuple[str, Any] | None:
     return (node.op, getattr(torch, name)) if node.op == "call_function" and hasattr(torch, name) else None
 
 
-def _out_of_place(graph: Graph, node: Node) -> None:
+def _replace(graph: Graph, node: Node) -> None:
     changed, value = node.args[0], value_of(node.args[0])
-    op, target = _functional(node)
+    op, target = out_of_place(node)
     kwargs = {**node.kwargs, **({"inplace": False} if "inplace" in node.kwargs else {})}
     with graph.inserting_before(node):
         if target in ("fill", "zero"):

@@ -45,6 +45,7 @@ from .expressions import expression
 from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
 from .kinds import NONE, PAIR, FootprintKind
+from .no_mask import hides_nothing
 from .score_mod import ScoreMod
 from .tables import Tables
 
@@ -53,6 +54,11 @@ NAME = "hoisting"
 _SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
 #: Ops that cost a kernel more than a read of a table.
 _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
+#: Ops whose results may be infinite although their operands are finite.
+_MAY_BE_INFINITE = names(
+    "log log2 log10 log1p logit xlogy div divide truediv true_divide reciprocal rsqrt pow float_power exp exp2 expm1 sinh"
+    " cosh tan atanh"
+)
 #: The number of elements of the largest table of pairs (16 MB, which stays in a GPU's L2 cache). Such a table costs a read
 #: of H·Q·K elements and the tiles of its gradient. The expression in the kernel would cost B·H·Q·K lookups, and as many
 #: atomics in the backward.
@@ -86,7 +92,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         call.key,
         dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
         inexact_integers(graph, _extents(query, call.key)),
-        masked=not _mask_is_trivial(getattr(gm, call.mask.mask_mod.target)),
+        masked=not hides_nothing(call, getattr(gm, call.mask.mask_mod.target)),
     )
     hoist = _Hoist(graph, footprints(graph, _extents(query, call.key)), list(captured), tables)
     with gm.graph.inserting_before(node):
@@ -148,12 +154,6 @@ def _only_output(node: Node) -> bool:
     return all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
 
 
-def _mask_is_trivial(module: GraphModule) -> bool:
-    """Return whether a mask_mod is the one that flex_attention uses if there is no block mask."""
-    (out,) = module.graph.find_nodes(op="output")[0].args
-    return isinstance(out, Node) and name_of(out) in ("new_ones", "ones", "full")
-
-
 @dataclass
 class _Hoist:
     """One score_mod: its graph, the footprints of its nodes, and the decisions (path, why) for the report."""
@@ -190,11 +190,12 @@ class _Hoist:
     def _learned(self, node: Node) -> list[Any]:
         """Return the captured tensors that a term learns, or none if it may contain an infinity, which hides a whole row.
 
-        A term may do so if it has an infinite constant, or a frozen tensor of floats (which may be a mask of -inf).
+        A term may do so if it has an infinite constant, a function with infinite values (the logarithm of a gate that is 0),
+        or a frozen tensor of floats (which may be a mask of -inf).
         """
         inside = cone(node)
         numbers = [a for n in inside for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
-        if any(math.isinf(x) for x in numbers):
+        if any(math.isinf(x) for x in numbers) or any(name_of(n) in _MAY_BE_INFINITE for n in inside):
             return []
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in inside if n in operands]
@@ -280,7 +281,8 @@ class _Hoist:
             return False
         if not self.footprints[node].kind.expensive or self._sums_vectors(node):
             return True
-        wide = [n for n in cone(node) if self.footprints[n].kind.expensive]
+        # What depends on less is hoisted by itself.
+        wide = [n for n in cone(node) if self.footprints[n].kind is self.footprints[node].kind]
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 
     def _plain_read(self, node: Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core import subgraphs
-from ..core.fx import cone, dtype_of, fake_tensor
+from ..core.fx import CASTS_AND_COPIES, cone, dtype_of, fake_tensor
 from ..core.templates import Listed
 from ..torch_api.ir import contiguous_strides, input_buffer
 from ..torch_api.sizes import known_at_most
@@ -140,6 +140,7 @@ class Inlining:
         if (
             dim is None
             or not contribution.axes[3]
+            or not _stays_finite(contribution.value)
             or not known_at_most(subgraphs.expression(contribution.shape[dim]), MOST_ENTRIES)
         ):
             return []
@@ -227,6 +228,23 @@ class Inlining:
 
     def _placeholders(self, operands: Sequence[tuple[str, torch.dtype]]) -> list[Any]:
         return [input_buffer(name, dtype, self.device) for name, dtype in operands]
+
+
+#: Ops whose results are finite if their operands are.
+_FINITE = {aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.where.self, aten.index.Tensor}
+_FINITE |= {aten.full.default, aten.tanh.default, aten.sigmoid.default, aten.abs.default, aten.sign.default}
+_FINITE |= {aten.clamp.default, aten.maximum.default, aten.minimum.default} | CASTS_AND_COPIES
+
+
+def _stays_finite(value: Node) -> bool:
+    """Return whether an addend is finite if the score, its gradient and what is read are.
+
+    A matmul with a one-hot multiplies the addends of other entries by 0, and infinity times 0 is not 0.
+    """
+    floats = [
+        n for n in cone(value) if n.op != "placeholder" and fake_tensor(n) is not None and fake_tensor(n).is_floating_point()
+    ]
+    return all(n.target in _FINITE for n in floats)
 
 
 def _narrow_float64(graph: Graph) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.fx import fill_of, value_of
+from ..core.fx import fill_of, name_of, value_of
 from ..core.joint_graph import Builder
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_backward_hop, flex_attention_hop
@@ -27,7 +27,7 @@ NAME = "no_mask"
 def hides_nothing(call: ForwardCall | BackwardCall, mask_mod: GraphModule) -> bool:
     """Return whether the block mask of a node is known to be the one that is made if there is none.
 
-    ``call`` has the operands of the FX node. ``mask_mod``: the graph of its mask_mod.
+    ``call`` has the operands of a node of Dynamo's graph or of a later one. ``mask_mod``: the graph of its mask_mod.
     """
     mask = call.mask
     sizes = (mask.query_block_size, mask.key_block_size)
@@ -36,7 +36,10 @@ def hides_nothing(call: ForwardCall | BackwardCall, mask_mod: GraphModule) -> bo
 
 
 def _is_filled(node: Node, number: int) -> bool:
-    return isinstance(node, Node) and fill_of(node) == number and value_of(node).numel() == 1
+    if not isinstance(node, Node) or value_of(node).numel() != 1:
+        return False
+    # Dynamo's graph has ``ones`` and ``zeros``, which are ``full`` after AOTAutograd.
+    return fill_of(node) == number or name_of(node) == ("zeros", "ones")[number]
 
 
 def rewrite(build: Builder, options: Options) -> None:

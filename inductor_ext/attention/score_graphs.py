@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.fx import name_of
 from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import V
 from ..torch_api.sizes import hint
@@ -39,16 +40,16 @@ def has_chained_reads(module: GraphModule) -> bool:
 
 
 def is_always_true(module: GraphModule) -> bool:
-    """Return whether a mask_mod graph is the one that BlockMask uses if there is no mask_mod (a constant True)."""
+    """Return whether a mask_mod graph, Dynamo's or ATen's, is a constant True, as it is without a mask_mod."""
     (out,) = module.graph.find_nodes(op="output")[0].args
     out = out[0] if isinstance(out, (list, tuple)) else out
-    constants = {aten.full.default, aten.new_full.default, aten.full_like.default}
-    ones = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
-    if out.op != "call_function":
+    if not isinstance(out, Node) or out.op not in ("call_function", "call_method"):
         return False
-    if out.target in constants:
-        return bool(out.args[-1] if out.target is not aten.full_like.default else out.args[1])
-    return out.target in ones
+    name = name_of(out)
+    if name in ("full", "full_like", "new_full"):
+        at = 2 if name == "new_full" else 1
+        return bool(out.args[at] if len(out.args) > at else out.kwargs.get("fill_value"))
+    return name in ("ones", "new_ones", "ones_like")
 
 
 def is_wide(buffers: Sequence[Any]) -> bool:

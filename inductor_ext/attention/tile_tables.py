@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.kernels import LARGEST_TILE
+from ..core.fx import dtype_of
+from ..core.integers import holds_integers
+from ..core.kernels import longest_tile
 from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import Listed
 from ..torch_api.ir import is_aligned
@@ -90,7 +92,8 @@ def tile_tables(
     inputs = ScoreMod.of(score_mod.graph)
     found = []
     for owner, placeholder in enumerate(inputs.captured):
-        reads = [[_root(index) for index in read.args[1]] for read in reads_of(placeholder)]
+        ranges = inputs.ranges(lengths)
+        reads = [[_root(index, ranges) for index in read.args[1]] for read in reads_of(placeholder)]
         # An index is computed from a table of integers, so a tile of that is not a term of the scores.
         if not reads or not captured[owner].get_dtype().is_floating_point:
             continue
@@ -100,14 +103,13 @@ def tile_tables(
         if kind is not None and kind.readable(captured[owner]):
             found.append(TileTable(len(found), owner, kind, *axes))
     # The keys of a tile are in ascending order for the other tables.
-    return TileTables(tuple(found or _with_descending_keys(inputs, captured, lengths)), captured)
+    # A tile of descending keys begins at a multiple of its length only if the last key is the last of a tile. At other
+    # columns TMA raises an illegal instruction on an H200: loads that are not at a multiple of 16 bytes, and more stores.
+    aligned = isinstance(lengths[3], int) and lengths[3] % longest_tile(kernel_options) == 0
+    return TileTables(tuple(found or (_with_descending_keys(inputs, captured, lengths) if aligned else ())), captured)
 
 
 def _with_descending_keys(inputs: ScoreMod, captured: Sequence[Any], lengths: Sequence[Any]) -> list[TileTable]:
-    # A tile of descending keys begins at a multiple of its length only if the last key is the last of a tile. At other
-    # columns TMA raises an illegal instruction on an H200: loads that are not at a multiple of 16 bytes, and more stores.
-    if not isinstance(lengths[3], int) or lengths[3] % LARGEST_TILE:
-        return []
     found = []
     for owner, placeholder in enumerate(inputs.captured):
         tensor = captured[owner]
@@ -128,8 +130,12 @@ def reads_of(table: Node) -> list[Node]:
     return [user for user in list(table.users) if user.target is aten.index.Tensor and user.args[0] is table]
 
 
-def _root(index: Any) -> Any:
-    """Return the node of which an index is a cast."""
-    while isinstance(index, Node) and index.target in _CASTS:
-        index = index.args[0]
-    return index
+def _root(index: Any, ranges: dict[Node, Any]) -> Any:
+    """Return the position of which an index is a cast that keeps its values, otherwise the index itself."""
+    root, dtypes = index, []
+    while isinstance(root, Node) and root.target in _CASTS:
+        dtypes.append(dtype_of(root))
+        root = root.args[0]
+    # Positions are 32-bit integers. A narrower dtype may have fewer values.
+    narrow = [d for d in dtypes if d not in (torch.int32, torch.int64)]
+    return root if root in ranges and all(holds_integers(d, 0, ranges[root] - 1) for d in narrow) else index

@@ -102,6 +102,10 @@ TABLE = (
     Row(_BACKWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # A captured tile is pipelined too, and three stages of it do not fit into the shared memory of an H200.
     Row(_BACKWARD, FAMILIES, _FROM_128, "wide tiles", _at_most, {"num_stages": 2}),
+    # The random numbers of a tile spill 8 bytes in four warps, and 72 in the backward on Ampere. These tiles are not timed.
+    Row(_FORWARD, FAMILIES, _EVERY_DIM, "dropout", _at_least, {"num_warps": 8}),
+    Row(_TWO_PASSES, _AMPERE, _EVERY_DIM, "dropout", _at_least, {"num_warps": 8}),
+    Row(_TWO_PASSES, _CONSUMER, _EVERY_DIM, "dropout", _at_most, _TILES_OF_32),
     # The rows below fit kernels into 99 KB of shared memory. Their tiles have been built for sm_120, and never run.
     # Three stages of 128 x 64 take 96 to 99 KB, before the tiles of captured tensors.
     Row(_FORWARD, _CONSUMER, _FROM_128, None, _at_most, {"num_stages": 2}),
@@ -131,7 +135,7 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
     index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "few tiles": none is
-    longer than four. "fp32": the dtype.
+    longer than four. "dropout": probabilities are dropped. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 
@@ -145,17 +149,20 @@ def backward_config(
     mask_mod: bool,
     head_dim: int,
     one_tile: bool = False,
+    dropout: bool = False,
 ) -> Any:
     """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
-    one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. The feature "gathers": there is one add for
-    each score, and no tile repeats. "repeats": a sum of whole tiles is held in registers. "strips": TMA adds tiles to a
-    strip. "blocks": TMA moves blocks of a table of pairs. "descending keys": those of a relative shift. "large tables":
-    there are gathers whose scores never share an entry. "entries": key programs sum by entry. "wide tiles": captured tiles
-    are pipelined.
+    one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. dropout: probabilities are dropped.
+
+    The feature "gathers": there is one add for each score, and no tile repeats. "repeats": a sum of whole tiles is held in
+    registers. "strips": TMA adds tiles to a strip. "blocks": TMA moves blocks of a table of pairs. "descending keys": those
+    of a relative shift. "large tables": there are gathers whose scores never share an entry. "entries": key programs sum by
+    entry. "wide tiles": captured tiles are pipelined.
     """
     has = {
         "one tile": one_tile,
+        "dropout": dropout,
         "a mask_mod": mask_mod,
         "captured gradients": bool(captured.plans),
         "gathers": captured.gathers and not captured.repeats,

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ..core.fx import cone
 from ..torch_api.sizes import statically_known_true
-from .affine import Clamp, affine, span
+from .affine import Clamp, affine, clamp_of, span
 from .bounds import interval
 from .captured_grads import Contribution
 from .score_mod import ScoreMod
@@ -68,12 +68,27 @@ def _determined(
             found = affine(index, inputs, passed)
             terms = {p: n for p, n in zip(inputs.positions, found.factors, strict=True) if n} if found else {}
             new = set(terms) - determined
-            separates = _stays_inside(index, passed, inputs, ranges) if passed else _separates(index, terms, size, ranges)
+            if passed:
+                separates = _beside_clamps(index, inputs) <= determined and _stays_inside(index, passed, inputs, ranges)
+            else:
+                separates = _separates(index, terms, size, ranges)
             if len(new) == 1 and separates:
                 determined |= new
                 if passed:
                     clamps += passed
     return determined
+
+
+def _beside_clamps(index: Node, inputs: ScoreMod) -> set[Node]:
+    """Return the positions in an index that are not operands of a clamp: at its bounds the index still depends on them."""
+    found, pending = set(), [index]
+    while pending:
+        node = pending.pop()
+        if node in inputs.positions:
+            found.add(node)
+        elif clamp_of(node) is None:
+            pending += node.all_input_nodes
+    return found
 
 
 def _stays_inside(index: Node, clamps: list[Clamp], inputs: ScoreMod, ranges: dict[Node, Any]) -> bool:

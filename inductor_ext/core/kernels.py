@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .target import Target
 
-#: A tile has at most this many rows or columns. Every tile length divides this number, so a tensor whose length is a
-#: multiple of it needs no bounds check.
+#: A tile of ours has at most this many rows or columns. Every tile length divides this number, so a tensor whose length is
+#: a multiple of it needs no bounds check.
 LARGEST_TILE = 128
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -15,6 +17,12 @@ SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def longest_tile(kernel_options: dict[str, Any]) -> int:
+    """The number that every tile length divides: ``LARGEST_TILE``, or a longer tile of the user's kernel options."""
+    lengths = [n for name, n in kernel_options.items() if "BLOCK_" in name and type(n) is int]
+    return max([LARGEST_TILE, *lengths])
 
 
 def float32_precision(target: Target) -> str:

@@ -15,6 +15,8 @@ from ..torch_api.sizes import size_hint
 from ..torch_api.tracing import detect_fake_mode, trace
 from .fx import value_of
 
+aten = torch.ops.aten
+
 
 def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Callable[..., Any]) -> None:
     """Replace ``node``, in place, by the trace of ``function(*operands)``, whose nested outputs must match the node's."""
@@ -30,6 +32,7 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
 
     with fake_mode:
         traced = trace(laid_out, values)
+    _copy_if_needed(traced)
     inserted: dict[Node, Any] = {}
     inputs = iter(operands)
     with gm.graph.inserting_before(node):
@@ -45,6 +48,18 @@ def replace_node(gm: GraphModule, node: Node, operands: list[Any], function: Cal
                 inserted[inner] = gm.graph.node_copy(inner, lambda n: inserted[n])
                 inserted[inner].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
     _redirect(gm, node, results)
+
+
+def _copy_if_needed(traced: GraphModule) -> None:
+    """Make every view a ``reshape``, also in loops: Inductor may give an operand other strides than were traced.
+
+    It does so with the gradient of a convolution that it computes in another memory format.
+    """
+    for module in traced.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+                node.target = aten.reshape.default
+            module.recompile()
 
 
 def _memory_order(promised: Tensor | None) -> list[int]:

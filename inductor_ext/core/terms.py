@@ -33,6 +33,7 @@ _ALIASES = {
     "bmm": "matmul",
     "mT": ".mT",
     "T": ".T",
+    "numpy_T": ".T",
     "reshape": "view",
     "greater_equal": "ge",
     "less_equal": "le",

@@ -24,6 +24,7 @@ from ..attention.calls import ForwardCall
 from ..attention.expressions import expression
 from ..attention.footprints import Footprint, footprints
 from ..attention.kinds import NONE, TiledKind
+from ..attention.score_graphs import is_always_true
 from ..attention.score_mod import ScoreMod
 from ..core.dynamo_graph import graphs_in
 from ..core.fx import fake_tensor, value_of
@@ -317,7 +318,7 @@ def _mask(
     """Compute what the mask shows at the sampled positions, and which blocks are skipped, partial or full."""
     mask = sketch.block_mask
     height, width = of((mask.query_block_size, mask.key_block_size))
-    everything = hoisting._mask_is_trivial(sketch.mask_mod)
+    everything = is_always_true(sketch.mask_mod)
     if everything and height >= lengths[0] and width >= lengths[1]:
         return None, None
 

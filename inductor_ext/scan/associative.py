@@ -61,14 +61,37 @@ def first_of_all(x: Tensor, reverse: bool = False) -> Tensor:
 
 def associative(combine: Callable[..., Any], xs: Sequence[Tensor], two_levels: bool) -> tuple[Tensor, ...]:
     """The leaves ``xs`` [T, ...], of one shape, scanned along dim 0 by ``combine``, in one level or in two."""
+    dtypes = [x.dtype for x in xs]
+    if torch.bool in dtypes and runs_triton(xs):
+        ys = associative(_of_numbers(combine, dtypes), [_number(x) for x in xs], two_levels)
+        return tuple(y.to(dtype) for y, dtype in zip(ys, dtypes, strict=True))
     if two_levels:
         return _in_two_levels(combine, xs)
     return tuple(associative_scan_hop(combine, list(xs), ()))
 
 
+def runs_triton(xs: Sequence[Tensor]) -> bool:
+    """Whether Inductor emits Triton for ops on these tensors."""
+    return xs[0].is_cuda or uses_triton_on_cpu()
+
+
+def _of_numbers(combine: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Callable[..., Any]:
+    """``combine`` with conditions as numbers: Triton scans no tile of conditions ("Cannot bitcast ... of size 1")."""
+
+    def combine_numbers(*flat: Tensor) -> list[Tensor]:
+        leaves = (x != 0 if dtype is torch.bool else x for x, dtype in zip(flat, [*dtypes, *dtypes], strict=True))
+        return [_number(y) for y in pytree.tree_leaves(combine(*leaves))]
+
+    return combine_numbers
+
+
+def _number(x: Tensor) -> Tensor:
+    return x.to(torch.int32) if x.dtype is torch.bool else x
+
+
 def long_and_few(xs: Sequence[Tensor]) -> bool:
     """Whether ``xs`` [T, ...] are few long rows. For one leaf the answer is no: stock scans it in chunks, by look-back."""
-    if len(xs) == 1 or not (xs[0].is_cuda or uses_triton_on_cpu()):
+    if len(xs) == 1 or not runs_triton(xs):
         return False
     length, *channels = (size_hint(n) for n in xs[0].shape)
     return None not in (length, *channels) and length >= FEWEST_CHUNKS * CHUNK and math.prod(channels) < FEW_CHANNELS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import torch
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.virtualized import V
+from torch.nn.attention.flex_attention import _create_empty_block_mask
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["scan_op", "while_loop_op"]
 
@@ -54,3 +57,23 @@ def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: 
     if "seq_len" in inspect.signature(forward).parameters:
         args = (head_dim, query_length, dtype, device.type)
     return forward(*args), choices.get_flex_attention_bwd_configs(head_dim, dtype, device.type)
+
+
+def no_block_mask(ones: Any, zeros: Any, mask_mod: Any) -> tuple[Any, ...]:
+    """Return the block_mask operand of an attention without a block mask: one block of all queries and all keys.
+
+    ones, zeros: its number of blocks, int32 [1, 1, 1], and the number of its block, int32 [1, 1, 1, 1].
+    """
+    *parts, _ = _empty_block_mask()
+    named = FlexBlockMask.of((*parts, mask_mod))
+    given = {"kv_num_blocks": ones, "q_num_blocks": ones, "kv_indices": zeros, "q_indices": zeros}
+    assert all(isinstance(x, torch.Tensor) == (name in given) for name, x in named._asdict().items() if name != "mask_mod")
+    first = tuple(given.get(name, x) for name, x in list(named._asdict().items())[:10])
+    return (*first, *parts[10:], mask_mod)
+
+
+@functools.cache
+def _empty_block_mask() -> tuple[Any, ...]:
+    with _disable_current_modes():
+        tiny = torch.empty(1, 1, 1, 1)
+        return _create_empty_block_mask(tiny, tiny).as_tuple()

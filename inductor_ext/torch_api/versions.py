@@ -103,6 +103,7 @@ NAMES: tuple[PrivateName, ...] = (
     ),
     *_of("torch._inductor.lowering", "ir, lowering", "lowerings"),
     *_of("torch._inductor.lowering", "lowering", "empty", "empty_strided", "fallback_handler"),
+    *_of("torch._inductor.pattern_matcher", "graph", "stable_topological_sort"),
     *_of("torch._inductor.select_algorithm", "ir", "realize_inputs"),
     *_of(
         "torch._inductor.select_algorithm",
@@ -122,8 +123,9 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch.fx.experimental.proxy_tensor", "tracing", "get_proxy_mode", "make_fx"),
     *_of("torch.fx.experimental.symbolic_shapes", "sizes", "guard_or_false", "statically_known_true"),
     *_of("torch.nn.attention.flex_attention", "frontend", "_validate_device"),
+    *_of("torch.nn.attention.flex_attention", "higher_order", "_create_empty_block_mask"),
     *_of("torch.utils", "graph", "_pytree"),
-    *_of("torch.utils._python_dispatch", "tracing", "_disable_current_modes"),
+    *_of("torch.utils._python_dispatch", "higher_order, tracing", "_disable_current_modes"),
     *_of("torch.utils._sympy.functions", "sizes", "CeilDiv", "FloorDiv", "Mod"),
     *_of("torch.utils._sympy.value_ranges", "sizes", "ValueRanges", "bound_sympy"),
 )

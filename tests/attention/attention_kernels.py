@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import hoisting
+from inductor_ext.attention import dropout, hoisting
 from inductor_ext.core.target import Target
 from tests.support.emitted import triton_sources
 from tests.support.targets import on_target
@@ -63,8 +63,13 @@ def pairs_of_segments(table, **options):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
+def with_dropout(table, **options):
+    options = {**(options.pop("kernel_options") or {}), **dropout(0.1)}
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * table[h, 0], kernel_options=options)
+
+
 _OF_MODELS = (rows_and_columns_of_an_image, relative_shift, pairs_of_segments)
-ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, *_OF_MODELS)}
+ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, with_dropout, *_OF_MODELS)}
 
 
 def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):

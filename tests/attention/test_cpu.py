@@ -86,3 +86,23 @@ def test_queries_and_keys_whose_lengths_become_symbolic(lengths):
         out = (exact[1] @ k.double().mT / 4 + bias).softmax(-1) @ v.double()
         for x, y in zip(got, torch.autograd.grad(out.square().sum(), exact), strict=True):
             assert (x - y).norm() < 1e-5 * y.norm()
+
+
+def test_operands_that_inductor_lays_out_otherwise():
+    """The gradient of a convolution has other strides in Inductor than AOTAutograd traced (SAM's neck)."""
+    q, k, v = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+    table, weight = torch.randn(4, 64, 64, requires_grad=True), torch.randn(16, 64, 3, 3, requires_grad=True)
+
+    def model(q, k, v, table, weight):
+        out = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i, j])
+        image = out.transpose(1, 2).reshape(2, 8, 8, 64).permute(0, 3, 1, 2)
+        return torch.nn.functional.conv2d(image, weight, padding=1)
+
+    inputs = (q, k, v, table, weight)
+    out = torch.compile(model, backend="gradfuse", fullgraph=True)(*inputs)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    image = ((exact[0] @ exact[1].mT / 4 + exact[3]).softmax(-1) @ exact[2]).transpose(1, 2).reshape(2, 8, 8, 64)
+    want = torch.nn.functional.conv2d(image.permute(0, 3, 1, 2), exact[4], padding=1)
+    grads = torch.autograd.grad(out.square().sum(), inputs), torch.autograd.grad(want.square().sum(), exact)
+    for x, y in [(out, want), *zip(*grads, strict=True)]:
+        assert (x - y).norm() < 1e-5 * y.norm()

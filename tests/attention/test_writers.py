@@ -69,6 +69,12 @@ def test_a_clamped_distance_determines_the_key_between_its_bounds():
     assert not found(lambda b, h, q, k: (b, h, q, (q - k).clamp(-4, 3) + k.clamp(0, 2)), (2, 3, 7, 8)).clamps
 
 
+def test_a_position_beside_a_clamp_must_be_determined():
+    """Between the bounds ``clamp(q - k) + k`` is q, but a score at a bound may have the same element."""
+    assert not found(lambda b, h, q, k: (b, h, (q - k).clamp(-4, 3) + k + 4, q + k), (2, 3, 15, 18)).clamps
+    assert found(lambda b, h, q, k: (b, h, k, (q - k).clamp(-4, 3) + k + 4), (2, 3, 11, 18)).clamps
+
+
 def test_cycles():
     result = found(lambda b, h, q, k: (q % 4, k % 8), (4, 8))
     assert result.determined == (False,) * 4
@@ -115,7 +121,10 @@ def test_random_expressions(expressions, sizes):
 
 CLAMPED = st.lists(
     st.tuples(
-        st.tuples(*[st.integers(-2, 2)] * 4, st.integers(-6, 12)), st.none() | st.integers(-6, 9), st.integers(-4, 12)
+        st.tuples(*[st.integers(-2, 2)] * 4, st.integers(-6, 12)),
+        st.none() | st.integers(-6, 9),
+        st.integers(-4, 12),
+        st.sampled_from([(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (1, 0, 2, 0)]),
     ),
     min_size=1,
     max_size=3,
@@ -126,8 +135,10 @@ CLAMPED = st.lists(
 @given(CLAMPED, st.lists(st.integers(1, 40), min_size=3, max_size=3))
 def test_elements_strictly_between_the_bounds_of_clamps_have_one_writer(indices, sizes):
     def function(b, h, q, k):
-        sums = [(x * b + y * h + z * q + w * k, low, high, c) for (x, y, z, w, c), low, high in indices]
-        return [(s if low is None else s.clamp(low, high)) + c for s, low, high, c in sums]
+        sums = [(x * b + y * h + z * q + w * k, low, high, c, beside) for (x, y, z, w, c), low, high, beside in indices]
+        clamped = [(s if low is None else s.clamp(low, high)) + c for s, low, high, c, _ in sums]
+        beside = [b * x + h * y + q * z + k * w for *_, (x, y, z, w) in sums]
+        return [one + other if any(sums[i][-1]) else one for i, (one, other) in enumerate(zip(clamped, beside, strict=True))]
 
     shape = tuple(sizes[: len(indices)])
     result = found(function, shape)
@@ -138,7 +149,7 @@ def test_elements_strictly_between_the_bounds_of_clamps_have_one_writer(indices,
     values = [torch.as_tensor(i).expand(EXTENTS) for i in function(*grid)]
     exists = torch.stack([(-n <= i) & (i < n) for i, n in zip(values, shape, strict=True)]).all(0)
     between = torch.ones(EXTENTS, dtype=torch.bool)
-    for (x, y, z, w, _), low, high in indices:
+    for (x, y, z, w, _), low, high, _ in indices:
         if low is not None:
             b, h, q, k = grid
             operand = x * b + y * h + z * q + w * k

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.attention import hoisting
+from inductor_ext.attention.recognition import rewrite
 from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
 from inductor_ext.torch_api.config import without_caches
 from tests.support.eager_graphs import eager_graphs
@@ -150,7 +151,8 @@ def reference(program: Program, device: str, draw: int) -> Run:
     with _loaded(program, **references.replacements(torch.float64)) as module:
         inputs = draw_inputs(module, device, draw, torch.float64)
         references.largest_score.clear()
-        run = execute(module.program, inputs, _leaf_names(module, inputs))
+        with references.RecordLogits() if program.family == "attentions" else contextlib.nullcontext():
+            run = execute(module.program, inputs, _leaf_names(module, inputs))
         # Scaled to base 2 and rounded, forward and backward each.
         run.rounding = 2 * 2.0**-24 * math.log2(math.e) * max(references.largest_score, default=0.0)
         return run
@@ -191,6 +193,7 @@ def _settings(mode: str, lookups_in_the_kernel: bool) -> Iterator[None]:
         without_caches(),
         machine(),
         mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", largest),
+        mock.patch.object(rewrite, "FEWEST_ON_CPU", 0),
     ):
         yield
 

@@ -220,3 +220,27 @@ class SumsInFloat32(TorchDispatchMode):
             return args[0].copy_(result)
         wanted = kwargs.get("dtype") or dtype
         return result.to(wanted)
+
+
+class RecordLogits(TorchFunctionMode):
+    """Record in ``largest_score`` how large the numbers are that a kernel rounds for the logits of a softmax.
+
+    These are the logit and its product with log2(e), and the logsumexp in base 2 and, beside a sink, in base e. Masked
+    logits do not count.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "softmax":
+            self._record(args[0])
+        elif name == "scaled_dot_product_attention":
+            query, key = args[:2]
+            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+            self._record(query @ key.mT * scale + kwargs["attn_mask"])
+        return function(*args, **kwargs)
+
+    def _record(self, logits: Tensor) -> None:
+        visible = logits.detach().masked_fill(logits.detach() < -1e3, -math.inf)
+        sizes = (visible, visible.logsumexp(-1))
+        largest_score.append(sum(2 * float(x.masked_fill(x.isinf(), 0.0).abs().amax()) for x in sizes))

@@ -24,7 +24,7 @@ from typing import Any
 
 from .program import Program
 
-FAMILIES = ("score_mods", "indices", "casts", "scans")
+FAMILIES = ("score_mods", "indices", "casts", "scans", "attentions")
 OUTCOMES = ("ok", "wrong", "crash", "stock_too", "stock_crashes_too", "discarded")
 #: This marks the lines of a worker's output that are for the runner.
 MARK = "@fuzz "

@@ -15,7 +15,7 @@ from .program import Program
 from .runner import FAMILIES, Settings, generate, run, work
 
 #: The number of programs of each family. These are 300 programs, and they take two minutes on two cores.
-PROGRAMS = {"score_mods": 25, "scans": 25, "indices": 150, "casts": 100}
+PROGRAMS = {"score_mods": 25, "scans": 25, "attentions": 50, "indices": 120, "casts": 80}
 
 
 @pytest.mark.breadth(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_against_a_loop(combine, device):
     xs = leaves(COMBINES[combine], 97, torch.float32, device)
     xs = [(x.detach() * 0.8).requires_grad_() if x.is_floating_point() else x for x in xs]
     check(combine, xs, compiled(combine)(*xs), range(len(xs)))
+
+
+def test_conditions_of_few_channels(device):
+    """Sums that start again where a flag is set. Triton does not scan tiles of conditions, only the interpreter does."""
+
+    def either_and_sum(flag1, x1, flag2, x2):
+        return flag1 | flag2, torch.where(flag2, x2, x1 + x2)
+
+    generator = torch.Generator().manual_seed(0)
+    flags = (torch.rand(97, 3, generator=generator) < 0.2).to(device)
+    x = torch.randn(97, 3, generator=generator).to(device).requires_grad_()
+    run = compiled(either_and_sum)
+    ys, codes = run_and_get_code(run, flags, x)
+    assert ys[0].dtype is torch.bool and "tl.associative_scan" in codes[0]
+    # A tile of conditions is cast to what Triton calls int1.
+    assert not re.search(r"= tmp\d+\.to\(tl\.int1\)", codes[0])
+    check(either_and_sum, [flags, x], ys, [1])
 
 
 @pytest.mark.breadth(1)

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -160,3 +161,27 @@ def test_a_second_process_starts_warm(tmp_path):
     assert cold["aot_autograd"]["autograd_cache_miss"] >= 1 and not cold["aot_autograd"].get("autograd_cache_hit")
     assert warm["aot_autograd"]["autograd_cache_hit"] >= 1 and not warm["aot_autograd"].get("autograd_cache_miss")
     assert other["aot_autograd"]["autograd_cache_miss"] >= 1 and not other["aot_autograd"].get("autograd_cache_hit")
+
+
+def test_nodes_that_stock_has_not_sorted_yet():
+    """After stock replaced an attention by SDPA, its own sort has not run when our passes see the joint graph."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 48, 1, 16), (3, 17, 1, 16), (3, 17, 16))
+    q, k, v = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
+    table = torch.randn(9, 1, generator=generator)
+    index = torch.randint(9, (48, 17), generator=generator)
+
+    def function(q, k, v, table):
+        value = v.view(3, 17, 1, 16).permute(0, 2, 1, 3)
+        bias = table[index.view(-1)].view(48, 17, -1).permute(2, 0, 1).contiguous() / 4
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), value, attn_mask=bias)
+        return out.transpose(1, 2).reshape(3, -1, 16)
+
+    torch._dynamo.reset()
+    with eager_graphs():
+        out = torch.compile(function, backend="gradfuse", fullgraph=True)(q, k, v, table)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want = function(*exact, table.double())
+    for got, expected in zip([out, *grads], [want, *torch.autograd.grad(want.square().sum(), exact)], strict=True):
+        assert relative_error(got, expected) < 1e-5

@@ -1,0 +1,212 @@
+"""A training step of unmodified models of transformers: stock Inductor, gradfuse and eager, under bf16 autocast.
+
+python -m benchmarks.models                           # every model; writes results/models.json
+python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
+python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
+
+A step is forward, loss and backward. The time is the median, and the peak is what a step allocates beyond parameters. Every
+model has a process for each peer. All processes compile at the same time, and then they are timed one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+import inductor_ext  # noqa: F401  (registers the backend)
+from inductor_ext.core.report import collect
+from inductor_ext.core.table import progress
+
+from .runner import RESULTS, environment
+
+BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
+
+
+@dataclass
+class Model:
+    """build: from overrides of the configuration to a model. batch, length: of the inputs. inputs: makes them.
+
+    smaller: the overrides of a smoke test.
+    """
+
+    build: Callable[..., nn.Module]
+    batch: int
+    length: int
+    inputs: Callable[[int, int], dict[str, torch.Tensor]]
+    smaller: dict[str, Any]
+
+
+def _tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 1000, (batch, length)), "attention_mask": torch.ones(batch, length).long()}
+
+
+def _both_sides(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return _tokens(batch, length) | {"decoder_input_ids": torch.randint(3, 1000, (batch, length))}
+
+
+def _images(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, length, length)}
+
+
+def _t5(**sizes: Any) -> nn.Module:
+    base = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128}
+    return hf.T5Model(hf.T5Config(**base | sizes))
+
+
+def _swin(model: type, config: type, **sizes: Any) -> nn.Module:
+    base = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
+    return model(config(**base | sizes))
+
+
+def _beit(**sizes: Any) -> nn.Module:
+    return hf.BeitModel(hf.BeitConfig(**{"use_relative_position_bias": True} | sizes), add_pooling_layer=False)
+
+
+def _deberta(**sizes: Any) -> nn.Module:
+    base = {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "max_position_embeddings": 512,
+    }
+    base |= {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    return hf.DebertaV2Model(hf.DebertaV2Config(**base | sizes))
+
+
+def _conformer(**sizes: Any) -> nn.Module:
+    base = {"position_embeddings_type": "relative", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    base |= {"intermediate_size": 4096, "layerdrop": 0.0, "mask_time_prob": 0.0}
+    return hf.Wav2Vec2ConformerModel(hf.Wav2Vec2ConformerConfig(**base | sizes))
+
+
+def _sam(**sizes: Any) -> nn.Module:
+    return hf.SamVisionModel(hf.SamVisionConfig(**sizes))
+
+
+def _mpnet(**sizes: Any) -> nn.Module:
+    return hf.MPNetModel(hf.MPNetConfig(**{"max_position_embeddings": 514} | sizes), add_pooling_layer=False)
+
+
+_TWO_LAYERS = {"num_hidden_layers": 2}
+_SMALL_SWIN = {"depths": [2, 2], "num_heads": [4, 8], "image_size": 64, "patch_size": 2, "window_size": 4}
+MODELS = {
+    "t5_base_512": Model(_t5, 8, 512, _both_sides, {"num_layers": 1}),
+    "t5_base_2048": Model(_t5, 4, 2048, _both_sides, {"num_layers": 1}),
+    "swin_b": Model(lambda **s: _swin(hf.SwinModel, hf.SwinConfig, **s), 32, 224, _images, _SMALL_SWIN),
+    "swin_v2_b": Model(lambda **s: _swin(hf.Swinv2Model, hf.Swinv2Config, **s), 32, 256, _images, _SMALL_SWIN),
+    "beit_b": Model(_beit, 32, 224, _images, _TWO_LAYERS),
+    "deberta_v3_base": Model(_deberta, 16, 512, _tokens, _TWO_LAYERS),
+    "mpnet": Model(_mpnet, 32, 512, _tokens, _TWO_LAYERS),
+    "wav2vec2_conformer": Model(
+        _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS
+    ),
+    "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}),
+}
+
+
+def _step(model: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> None:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(device, torch.bfloat16):
+        hidden = model(**inputs)[0]
+    hidden.float().square().mean().backward()
+
+
+def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
+    """Milliseconds of a step, its peak memory, and what gradfuse decided. Waits for a line of input before it times."""
+    case, device = MODELS[name], "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = case.build(**(case.smaller if smoke else {})).train().to(device)
+    length = {224: 64, 256: 64, 512: 64, 2048: 64, 240_000: 8000}.get(case.length, case.length) if smoke else case.length
+    batch = 1 if smoke else case.batch
+    inputs = {k: v.to(device) for k, v in case.inputs(batch, length).items()}
+    row: dict[str, Any] = {"model": name, "batch": batch, "length": length, "peer": peer}
+    run = torch.compile(model, backend=BACKENDS[peer]) if peer != "eager" else model
+    with collect() as report:
+        _step(run, inputs, device)
+    if peer == "gradfuse":
+        row["fired"] = Counter(d.pass_name for d in report.decisions if d.path != "stock")
+    if not smoke:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        print("ready", flush=True)
+        input()
+        row |= _times(lambda: _step(run, inputs, device))
+    return row
+
+
+def _times(step: Callable[[], None]) -> dict[str, float]:
+    from triton.testing import do_bench
+
+    milliseconds = do_bench(step, warmup=200, rep=1000, return_mode="median")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return {"step_ms": milliseconds, "step_peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def _work(name: str, peer: str, smoke: bool) -> None:
+    """Print a row, in a process of its own."""
+    try:
+        row = measure(name, peer, smoke)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        row = {"model": name, "peer": peer, "refused": reason}
+    print(json.dumps(row), flush=True)
+
+
+def _start(name: str, peer: str, smoke: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.models", "--worker", "--model", name, "--peer", peer]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True)
+
+
+def _row(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let a worker that is ready measure, and return its row. A worker that failed has printed its row before."""
+    out, _ = worker.communicate("\n")
+    return json.loads(out.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Measure the chosen models and write their rows, anew after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be given several times")
+    parser.add_argument("--peer", action="append", choices=BACKENDS, help="may be given several times")
+    parser.add_argument("--smoke", action="store_true", help="one step of a reduced model, and write nothing")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    chosen = [(name, peer) for name in given.model or MODELS for peer in given.peer or BACKENDS]
+    if given.worker:
+        _work(*chosen[0], given.smoke)
+        return
+    workers = [_start(name, peer, given.smoke) for name, peer in chosen]
+    if not given.smoke:
+        first_lines = [worker.stdout.readline() for worker in workers]
+    rows: list[dict[str, Any]] = []
+    for i, worker in enumerate(progress("models", "step", of=workers)):
+        failed = not given.smoke and first_lines[i].strip() != "ready"
+        rows.append(json.loads(first_lines[i]) if failed else _row(worker))
+        print(json.dumps(rows[-1]), flush=True)
+        if not given.smoke:
+            result = {"suite": "models", "environment": environment() | {"transformers": hf.__version__}, "rows": rows}
+            (RESULTS / "models.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Find attention on Dynamo's graph: ``softmax(f(q @ k^T)) @ v`` and ``scaled_dot_product_attention``.
+
+Between the product and the softmax may stand any elementwise ops and views: scales, masks, biases, soft caps, windows that
+are folded into the batch. Between the softmax and the second product may stand casts, views and dropout.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ...core.fx import cone, dtype_of, fake_tensor, shape_of
+from ...core.terms import arg, is_one, is_tensor, op, reads_shape
+from ...torch_api.sizes import statically_known_true
+from ..kinds import K, Q
+from . import views
+from .elements import Apply, Constant, Element, Position, Read, Score
+from .indices import ZERO, B, H, Ranges
+from .lifting import Lift, NotAttention, is_torch
+from .masks import Masked, masked
+from .products import Operand, Product, equation, node_operands
+from .sinks import Logits, logits
+
+#: The dims of queries and keys, and of values, that are no positions.
+WIDTH = sympy.Symbol("d", integer=True)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that is spelt out.
+
+    last: the node of its result. query, key, value: nodes and their indices in b, h, q or k, and ``WIDTH``. score: the
+    modified score. scale: the factor of the product of query and key. batch: the sizes of the dims that become b and h.
+    out: the dims of the result, as b-dims, query and width, in the order of ``last``. dropout: its probability. inside: the
+    nodes of the scores and probabilities, which nothing else uses. sink: a logit that is no key's (sinks.py).
+    """
+
+    last: Node
+    query: tuple[Node, views.Index]
+    key: tuple[Node, views.Index]
+    value: tuple[Node, views.Index]
+    score: Element
+    scale: float
+    batch: tuple[Any, ...]
+    out: tuple[int, ...]
+    dropout: float
+    lift: Lift
+    inside: frozenset[Node] = frozenset()
+    sink: Element | None = None
+
+    @functools.cached_property
+    def masked(self) -> Masked:
+        """The score with its masks split off. Raises NotAttention if there may be a mask where that is not understood."""
+        return masked(self.score)
+
+
+def find(node: Node) -> Attention | None:
+    """Return the attention of which ``node`` is the result, or None. Raises NotAttention for what only looks like one."""
+    if op(node) == "scaled_dot_product_attention":
+        return _fused(node)
+    letters = equation(node)
+    if letters is None:
+        return None
+    for which in (0, 1):
+        softmax = _softmax_behind(node_operands(node)[which])
+        if softmax is not None:
+            return _spelt_out(node, which, letters)
+    return None
+
+
+# ------------------------------------------------ softmax(...) @ v
+
+
+def _softmax_behind(node: Any) -> Node | None:
+    """Return the softmax of which ``node`` is a cast, a view or a dropout; None if there is none."""
+    while isinstance(node, Node) and op(node) != "softmax":
+        if op(node) not in _BETWEEN or not is_tensor(node):
+            return None
+        node = arg(node, 0, "input")
+    return node
+
+
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
+_VIEWS = {"getitem", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "permute", "transpose"}
+_BETWEEN = _CASTS | _VIEWS | {"dropout", "contiguous", "clone"}
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The letters of the dims of ``probabilities @ values``: those of both factors and of the result, and what they are."""
+
+    weights: str
+    values: str
+    out: str
+    batch: list[str]
+    query: str
+    key: str
+    width: str
+
+    @staticmethod
+    def of(weights: str, values: str, out: str) -> _Letters | None:
+        """Return None if the letters are not those of the second product of an attention."""
+        keys = [x for x in weights if x not in out]
+        queries = [x for x in weights if x in out and x not in values]
+        widths = [x for x in out if x not in weights]
+        if not len(keys) == len(queries) == len(widths) == 1:
+            return None
+        batch = [x for x in weights if x not in (keys[0], queries[0])]
+        if (
+            keys[0] not in values
+            or set(values) - {*batch, keys[0], widths[0]}
+            or set(out) != {*batch, queries[0], widths[0]}
+        ):
+            return None
+        return _Letters(weights, values, out, batch, queries[0], keys[0], widths[0])
+
+
+def _spelt_out(node: Node, which: int, letters: tuple[str, str, str]) -> Attention | None:
+    dims = _Letters.of(letters[which], letters[1 - which], letters[2])
+    if dims is None:
+        return None
+    probabilities, value = (node_operands(node)[x] for x in (which, 1 - which))
+    of_weights, of_values, of_result = (
+        dict(zip(names, shape_of(n), strict=True))
+        for names, n in ((dims.weights, probabilities), (dims.values, value), (dims.out, node))
+    )
+    if not statically_known_true(of_weights[dims.key] == of_values[dims.key]):
+        return None
+    sizes = tuple(of_result[x] for x in dims.batch)
+    split = _split_batch(sizes, _softmax_behind(probabilities))
+    where = _Positions(split, of_weights[dims.query], of_weights[dims.key])
+    of_batch = where.of_batch if len(where.of_batch) == len(dims.batch) else [where.flat]
+    at = dict(zip(dims.batch, of_batch, strict=True)) | {dims.query: Q, dims.key: K, dims.width: WIDTH}
+    weight_index = views.broadcast(tuple(at[x] for x in dims.weights), shape_of(probabilities))
+    found = _probabilities(probabilities, weight_index, where.ranges)
+    lift = Lift(where.ranges, node)
+    score = lift.whole(found.logits.scores, found.index)
+    if lift.product is None or not lift.depends_on_scores(score):
+        return None
+    sink = None if found.logits.sink is None else _sink(lift, found)
+    between = [found.softmax, *found.between, *found.logits.inside]
+    _check_reads(lift, between)
+    inside = _check_inside(lift, between, node)
+    value_index = views.broadcast(tuple(at[x] for x in dims.values), shape_of(value))
+    query, key = _sides(lift.product)
+    order = tuple([*dims.batch, dims.query, dims.width].index(x) for x in dims.out)
+    value_operand = (value, value_index)
+    return Attention(node, query, key, value_operand, score, 1.0, sizes, order, found.dropout, lift, inside, sink)
+
+
+def _split_batch(sizes: tuple[Any, ...], softmax: Node) -> tuple[Any, ...]:
+    """Return the batch dims of a softmax, if the product with the values has one dim of all of them, and else its own."""
+    split = shape_of(softmax)[:-2]
+    if len(sizes) != 1 or len(split) < 2 or not all(isinstance(n, int) for n in (*sizes, *split)):
+        return sizes
+    return split if math.prod(split) == sizes[0] else sizes
+
+
+class _Positions:
+    """The positions of an attention whose batch dims have these sizes: all but the last become b, and the last is h."""
+
+    def __init__(self, batch: Sequence[Any], queries: Any, keys: Any) -> None:
+        heads = batch[-1] if len(batch) > 1 else 1
+        first: Any = 1
+        for size in batch[:-1] or batch:
+            first = first * size
+        self.ranges = Ranges((first, heads, queries, keys))
+        of_b = list(batch[:-1]) if len(batch) > 1 else list(batch)
+        if len(of_b) > 1:
+            if not all(isinstance(n, int) for n in of_b):
+                raise NotAttention("several of its batch dims have symbolic sizes")
+            found = self.ranges.split(B, of_b)
+        else:
+            found = [B] * len(of_b)
+        every = [*found, *([H] if len(batch) > 1 else [])]
+        self.of_batch = [ZERO if is_one(n) else i for i, n in zip(every, batch, strict=True)]
+
+    @property
+    def flat(self) -> sympy.Expr:
+        """The index in one dim of all batches and heads."""
+        return self.ranges.joined([B, H], [self.ranges.extents[B], self.ranges.extents[H]])
+
+
+@dataclass(frozen=True)
+class _Probabilities:
+    """softmax: the node. index: of a probability there. between: the nodes after it. logits: its operand."""
+
+    softmax: Node
+    index: views.Index
+    dropout: float
+    between: list[Node]
+    logits: Logits
+
+
+def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabilities:
+    """Follow the probabilities back to the softmax."""
+    dropout, between = 0.0, []
+    while op(node) != "softmax":
+        between.append(node)
+        if op(node) == "dropout":
+            p = _dropout(node)
+            if p and not statically_known_true(fake_tensor(node).numel() == math.prod(ranges.extents.values())):
+                raise NotAttention("its dropout is broadcast")
+            if p and dropout:
+                raise NotAttention("it has two dropouts")
+            dropout = dropout or p
+        elif op(node) in _CASTS:
+            if not dtype_of(node).is_floating_point:
+                raise NotAttention("its probabilities are cast to integers")
+        else:
+            try:
+                node, index = views.source(node, index, ranges)
+            except views.NotAView as error:
+                raise NotAttention(f"{node.name} moves the probabilities in a way that is not understood") from error
+            continue
+        node = arg(node, 0, "input")
+    dim = arg(node, 1, "dim")
+    rank = len(shape_of(node))
+    if not isinstance(dim, int) or index[dim % rank] != K:
+        raise NotAttention("the softmax is not over the keys")
+    if not is_torch(node):
+        raise NotAttention("its softmax is not torch's")
+    operand = logits(node, ranges.extents[K]) if dim % rank == rank - 1 else None
+    if operand is None:
+        raise NotAttention("the softmax is over other keys than the product with the values")
+    return _Probabilities(node, index, dropout, between, operand)
+
+
+def _sink(lift: Lift, found: _Probabilities) -> Element:
+    sink = lift.whole(found.logits.sink, (*found.index[:-1], ZERO))
+    if lift.depends_on_scores(sink):
+        raise NotAttention("its sink is computed from the scores")
+    return sink
+
+
+def _dropout(node: Node) -> float:
+    if arg(node, 3, "inplace", False):
+        raise NotAttention("its dropout is in place")
+    p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", True)
+    if not isinstance(p, (int, float)) or not isinstance(training, bool):
+        raise NotAttention("its dropout is not constant")
+    return float(p) if training else 0.0
+
+
+def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
+    """Raise NotAttention if what is read at the end may differ from what the code read, or has no gradient."""
+    last, product = lift.last, lift.product
+    operands = [] if product is None else [product.query.node, product.key.node]
+    for node in operands:
+        if lift.writes.between(node, last):
+            raise NotAttention(f"{node.name} is changed in place before the attention ends")
+    for node in (*after, last):
+        if any(lift.writes.between(n, node) for n in node.all_input_nodes):
+            raise NotAttention(f"an operand of {node.name} is changed in place")
+        if node in lift.writes.without_gradient:
+            raise NotAttention(f"{node.name} is computed without a gradient")
+
+
+def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:
+    """Return the nodes of the scores and probabilities.
+
+    Raises NotAttention if something else uses them, or if a term depends on them.
+    """
+    chain = {n for (n, _), element in lift.visited.items() if lift.depends_on_scores(element)}
+    inside = chain | set(between)
+    for node in inside:
+        others = [u for u in node.users if u not in inside and u is not last and not reads_shape(u)]
+        if others:
+            raise NotAttention(f"{node.name} is also used by {others[0].name}")
+    for element in (e for e in lift.visited.values() if isinstance(e, Read)):
+        if not inside.isdisjoint(cone(element.node)):
+            raise NotAttention(f"{element.node.name} is computed from the scores")
+    return frozenset(inside)
+
+
+# ------------------------------------------------ scaled_dot_product_attention
+
+
+def _fused(node: Node) -> Attention | None:
+    query, key, value = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask, dropout = arg(node, 3, "attn_mask"), arg(node, 4, "dropout_p", 0.0)
+    causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
+    if mask is None:
+        return None
+    if node.kwargs.get("enable_gqa") or not isinstance(dropout, (int, float)) or not isinstance(causal, bool):
+        raise NotAttention("it has grouped heads or a dropout that is not constant")
+    shapes = [shape_of(x) for x in (query, key, value)]
+    if len({len(s) for s in shapes}) > 1 or any(s[:-2] != shapes[0][:-2] for s in shapes):
+        raise NotAttention("query, key and value are broadcast against each other")
+    batch = tuple(shapes[0][:-2])
+    where = _Positions(batch, shapes[0][-2], shapes[1][-2])
+    lift = Lift(where.ranges, node)
+    scores = (*where.of_batch, Q, K)
+    _check_reads(lift, [])
+    term = lift.whole(mask, views.broadcast(scores, shape_of(mask)))
+    score: Element = Score()
+    if dtype_of(mask) is torch.bool:
+        score = _hidden(term, score, dtype_of(query))
+    else:
+        score = Apply("call_function", operator.add, (score, term), {}, dtype_of(query))
+    if causal:
+        distance = Position(K - Q, torch.int64)
+        score = _hidden(Apply("call_function", operator.le, (distance, 0), {}, torch.bool), score, dtype_of(query))
+    if scale is None:
+        scale = int(shapes[0][-1]) ** -0.5
+    if not isinstance(scale, (int, float)):
+        raise NotAttention("its scale is not constant")
+    sides = [(x, (*where.of_batch, i, WIDTH)) for x, i in ((query, Q), (key, K), (value, K))]
+    order = tuple(range(len(batch) + 2))
+    return Attention(node, *sides, score, float(scale), batch, order, float(dropout), lift)
+
+
+def _hidden(condition: Element, score: Element, dtype: torch.dtype) -> Element:
+    return Apply("call_function", torch.where, (condition, score, Constant(float("-inf"), dtype)), {}, dtype)
+
+
+# ------------------------------------------------ the product, dtypes and learned terms
+
+
+def _sides(product: Product) -> list[tuple[Node, views.Index]]:
+    """Return query and key, and the indices of their elements for a position and a width."""
+    of_batch = [product.index[d] for d in product.batch]
+    return [_side(x, [*of_batch, i, WIDTH]) for x, i in ((product.query, Q), (product.key, K))]
+
+
+def _side(operand: Operand, index: list[Any]) -> tuple[Node, views.Index]:
+    dims: list[Any] = [None] * len(shape_of(operand.node))
+    for position, dim in zip(index, operand.order, strict=True):
+        if dim is not None:
+            dims[dim] = position
+    return operand.node, views.broadcast(tuple(dims), shape_of(operand.node))
+
+
+def dtypes(attention: Attention) -> set[torch.dtype | None]:
+    """Return the dtypes in which the products are computed."""
+    product = attention.lift.product
+    nodes = [attention.last] + ([] if product is None else [product.node])
+    return {dtype_of(n) for n in nodes}
+
+
+def learned_terms(attention: Attention) -> list[Node]:
+    """Return the tensors that the score or the sink reads and that need a gradient."""
+    elements = [attention.score] if attention.sink is None else [attention.score, attention.sink]
+    reads = [e.node for element in elements for e in element.walk() if isinstance(e, Read)]
+    return [n for n in reads if fake_tensor(n) is not None and fake_tensor(n).requires_grad]

@@ -1,0 +1,75 @@
+"""The largest number that masks add to each row of scores, computed on Dynamo's graph with torch ops."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ...core.dynamo_graph import Inserter
+from ...core.fx import dtype_of, shape_of
+from ...core.terms import is_one
+from ..kinds import K, Q
+from .arrange import in_order, on_device
+from .elements import Element, Read
+from .evaluate import Evaluator
+from .indices import POSITIONS, B, H, Ranges
+from .masks import LOWEST_UNSHIFTED
+
+
+def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.device) -> Read:
+    """Return a read of the largest number of each row, if that is low and finite, otherwise of 0."""
+    return _Rows(outer, ranges, device).largest(masks)
+
+
+def evaluate(outer: Inserter, element: Element, ranges: Ranges, device: torch.device) -> Node:
+    """Return an element for all positions, as a tensor ``[b, h, q, k]``. A dim that makes no difference has size 1."""
+    return _Rows(outer, ranges, device).value(element)
+
+
+class _Rows(Evaluator):
+    """Computes elements for all positions at once, with torch ops on tensors that have the dims b, h, q and k."""
+
+    def __init__(self, outer: Inserter, ranges: Ranges, device: torch.device) -> None:
+        super().__init__(outer)
+        self.outer, self.ranges, self.device = outer, ranges, device
+
+    def largest(self, masks: Element) -> Read:
+        tensor = self.value(masks)
+        if dtype_of(tensor) not in (torch.float32, torch.float64):
+            tensor = self.outer.method("to", tensor, torch.float32)
+        sizes = list(shape_of(tensor))
+        tensor = self.outer.method("amax", tensor, POSITIONS.index(K))
+        low = self.outer.function(operator.lt, tensor, LOWEST_UNSHIFTED)
+        hidden = self.outer.function(operator.and_, low, self.outer.function(torch.isfinite, tensor))
+        row = self.outer.function(torch.where, hidden, tensor, 0.0)
+        # With an axis of queries, nothing adds the row to a mask of keys before that is added to the score: eager code
+        # rounds the score away when it adds the lowest number.
+        queries = self.ranges.extents[Q]
+        row = self.outer.method("expand", row, [*sizes[:2], queries])
+        axes = [p for p, n in zip((B, H), sizes, strict=False) if not is_one(n)]
+        for dim in (1, 0):
+            if is_one(sizes[dim]):
+                row = self.outer.method("select", row, dim, 0)
+        return Read(row, (*axes, Q))
+
+    def full(self, value: Any, dtype: torch.dtype) -> Node:
+        """Return the node of a number, as a tensor."""
+        return self.outer.function(torch.full, (1, 1, 1, 1), value, dtype=dtype, device=self.device)
+
+    def position(self, symbol: sympy.Symbol) -> Node:
+        """Return the node of all b, h, q or k."""
+        along = self.outer.function(torch.arange, self.ranges.extents[symbol], device=self.device)
+        return self.outer.method("reshape", along, [-1 if p is symbol else 1 for p in POSITIONS])
+
+    def read(self, read: Read) -> Node:
+        """Return the node of what a read gives for all positions."""
+        plain = all(isinstance(i, sympy.Expr) for i in read.index)
+        tensor = on_device(self.outer, read.node, self.device)
+        if plain and (view := in_order(self.outer, tensor, read.index, POSITIONS, self.ranges, expand=False)) is not None:
+            return view
+        index = tuple(self.integer(i) if isinstance(i, sympy.Expr) else self.value(i) for i in read.index)
+        return self.outer.function(operator.getitem, tensor, index)

@@ -1,0 +1,78 @@
+"""Attention sinks: a logit in each row that is no key's. It takes a part of the probability and adds nothing to the result.
+
+``softmax(cat([scores, sink], -1))[..., :-1] @ v``, as gpt-oss spells it, is the attention over the scores alone, times the
+part of the probability that the sink leaves them: ``sigmoid(logsumexp(scores) - sink)``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn.functional import logsigmoid
+
+from ...core.dynamo_graph import Inserter
+from ...core.fx import dtype_of, shape_of, working_dtype
+from ...core.terms import arg, is_one, op
+from ...torch_api.sizes import statically_known_true
+from .elements import Element, Read
+from .indices import Ranges
+from .rows import evaluate
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The operand of a softmax. sink: the last logit of each row, or None. inside: the nodes before the softmax."""
+
+    scores: Node
+    sink: Node | None = None
+    inside: tuple[Node, ...] = ()
+
+
+def logits(softmax: Node, keys: Any) -> Logits | None:
+    """Return the logits of a softmax over the last dim, if these are the scores of ``keys`` keys, with or without a sink."""
+    operand = arg(softmax, 0, "input")
+    if statically_known_true(shape_of(operand)[-1] == keys):
+        return Logits(operand)
+    shifted = _before_shift(operand)
+    inside, operand = ((operand, *shifted[1]), shifted[0]) if shifted else ((), operand)
+    if op(operand) != "cat" or arg(operand, 1, "dim") not in (-1, len(shape_of(operand)) - 1):
+        return None
+    parts = arg(operand, 0, "tensors")
+    if len(parts) != 2 or not is_one(shape_of(parts[1])[-1]) or not statically_known_true(shape_of(parts[0])[-1] == keys):
+        return None
+    return Logits(parts[0], parts[1], (*inside, operand))
+
+
+def _before_shift(node: Any) -> tuple[Node, tuple[Node, ...]] | None:
+    """Return x of ``x - x.max(-1, keepdim=True).values``, which has the same softmax, and the nodes of the maximum."""
+    if op(node) != "sub" or len(node.args) != 2 or node.kwargs:
+        return None
+    x, largest = node.args
+    inside: tuple[Node, ...] = (largest,) if isinstance(largest, Node) else ()
+    if op(largest) in ("getitem", ".values") and arg(largest, 1, "") in (0, "values"):
+        largest = largest.args[0]
+        inside = (*inside, largest)
+    along = isinstance(largest, Node) and op(largest) in ("max", "amax") and arg(largest, 1, "dim") in (-1, [-1], (-1,))
+    kept = along and arg(largest, 2, "keepdim", False) is True
+    return (x, inside) if kept and arg(largest, 0, "input") is x else None
+
+
+def shared(outer: Inserter, out: Node, logsumexp: Node, sink: Element, row: Read | None, ranges: Ranges) -> Node:
+    """Return ``out [b, h, q, d]`` of an attention without a sink times the part that the sink leaves it.
+
+    logsumexp: that of the kernel ``[b, h, q]``, in base 2. row: what was subtracted from the scores of each query, or None.
+    """
+    device = out.meta["example_value"].device
+    dtype = working_dtype(dtype_of(out))
+    known = outer.method("unsqueeze", outer.function(operator.mul, logsumexp, math.log(2)), -1)
+    if row is not None:
+        known = outer.function(operator.add, known, evaluate(outer, row, ranges, device))
+    over_sink = outer.function(operator.sub, known, evaluate(outer, sink, ranges, device))
+    # The gradient of sigmoid itself, s * (1 - s), has no precision where the sink gets a small part.
+    part = outer.method("to", outer.function(torch.exp, outer.function(logsigmoid, over_sink)), dtype)
+    return outer.method("to", outer.function(operator.mul, out, part), dtype_of(out))

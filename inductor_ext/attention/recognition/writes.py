@@ -1,0 +1,67 @@
+"""Writes to tensors of Dynamo's graph, and where they are: a lifted expression is read later than what it replaces."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from ...core.fx import called, fake_tensor
+from ...core.purity import changes_in_place, sets_gradient_mode
+from ...core.terms import op
+from ...torch_api.graph import OpOverload, storage_of
+from .views import VIEWS
+
+
+class Writes:
+    """The in-place operations of a graph, by the storage that they change, and the nodes that are computed under no_grad."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._at: dict[int, list[int]] = {}
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self.without_gradient: set[Node] = set()
+        gradients = True
+        for node, i in self._order.items():
+            if sets_gradient_mode(node):
+                gradients = bool(node.args[0]) if node.args else True
+            elif not gradients:
+                self.without_gradient.add(node)
+            for written in _written(node):
+                value = fake_tensor(written)
+                if value is not None:
+                    self._at.setdefault(storage_of(value), []).append(i)
+
+    def between(self, node: Node, reader: Node) -> bool:
+        """Return whether the memory of ``node`` changes after it is computed and before ``reader`` reads it."""
+        return any(self._order[node] < i < self._order[reader] for i in self._of(node))
+
+    def after(self, node: Node) -> bool:
+        """Return whether the memory of ``node`` changes after it is computed."""
+        return any(i > self._order[node] for i in self._of(node))
+
+    def in_place_by_position(self, node: Node) -> bool:
+        """Return whether a node writes to its operand although its name does not say so: ``leaky_relu(x, 0.2, True)``."""
+        return not changes_in_place(node) and bool(_written(node))
+
+    def _of(self, node: Node) -> list[int]:
+        value = fake_tensor(node)
+        return [] if value is None else self._at.get(storage_of(value), [])
+
+
+#: Ops that return their operand or a view of it.
+_CASTS = "to type type_as float double half bfloat16 long int bool"
+_MORE_VIEWS = "detach alias dropout pad diagonal unbind split chunk unfold real movedim ravel view_as_real positive"
+_SHARE = {*VIEWS, *_CASTS.split(), *_MORE_VIEWS.split()}
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the operands to which a node writes. Of an op that may write to any of them, all."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if changes_in_place(node) or called(node).startswith("_foreach_"):
+        out = node.kwargs.get("out")
+        lists = [x for a in node.args[:1] if isinstance(a, (list, tuple)) for x in a]
+        return [x for x in (*node.args[:1], *lists, out) if isinstance(x, Node)]
+    if (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "mutation" in str(node.target):
+        return list(node.all_input_nodes)
+    value, first = fake_tensor(node), node.args[0] if node.args else None
+    shares = value is not None and fake_tensor(first) is not None and storage_of(value) == storage_of(fake_tensor(first))
+    return [first] if shares and op(node) not in _SHARE else []
