@@ -35,7 +35,7 @@ ORDER: tuple[Pass, ...] = (
     Pass(
         "attention_pattern",
         "dynamo",
-        "recognises attention with learned biases in plain PyTorch and replaces it by flex_attention",
+        "recognises attention that reads learned tensors in plain PyTorch, and replaces it by flex_attention",
         lambda gm, options: recognition.rewrite(gm, options),
     ),
     Pass(
@@ -61,6 +61,7 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "draws the seed of a flex_attention with dropout, whose mask its kernels then compute from the positions",
         lambda gm, options: kernel_dropout.rewrite(gm, options),
+        kernel_dropout.check,
     ),
     Pass(
         "scans",

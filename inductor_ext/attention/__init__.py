@@ -1,6 +1,7 @@
-"""flex_attention with learned biases.
+"""flex_attention with learned biases, and attention that is spelt out.
 
-``dropout(p)`` makes kernel options with which it drops probabilities, and ``dropout_mask`` returns which it keeps.
+``dropout(p)`` makes kernel options with which flex_attention drops probabilities, and ``dropout_mask`` returns which it
+keeps. They are imported when they are used, so that importing a part of this package does not import all of it.
 """
 
 from __future__ import annotations

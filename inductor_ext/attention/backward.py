@@ -79,6 +79,7 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             except NotUnderstood as error:
                 reason, where = str(error), user_line(error.node) or where
         if joint is None:
+            kernel_dropout.check_not_stock(call, reason, where)
             leave_to_stock(options.strict, NAME, "flex_attention_backward", reason, where, common.ADVICE)
             return stock(*args)
         try:

@@ -56,8 +56,8 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             record(NAME, "flex_attention", STOCK, "inference needs no logsumexp", where)
         elif reason is not None:
             leave_to_stock(options.strict, NAME, "flex_attention", reason, where, common.ADVICE)
-        if reason is not None and kernel_dropout.probability(call):
-            raise NotImplementedError(f"gradfuse cannot compute the dropout of this attention: {reason} ({where})")
+        if reason is not None:
+            kernel_dropout.check_not_stock(call, reason, where)
         if inference or reason is not None:
             return stock(*args)
         return _lower(call)

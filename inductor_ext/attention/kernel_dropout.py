@@ -13,7 +13,7 @@ bits, for neighbouring keys. So p is rounded to a multiple of 2**-16, and probab
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..core.dynamo_graph import Inserter
 from ..core.fx import fake_tensor, value_of
 from ..core.report import record, user_line
 from ..options import Options
+from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import BackwardCall, ForwardCall
 from .canonical import install, placeholders
@@ -106,11 +107,40 @@ def scale(p: float) -> float:
 
 
 def probability(call: ForwardCall | BackwardCall) -> float:
-    """Return the dropout probability of a call. Raises a RuntimeError if the pass that draws the seed did not run."""
-    p = call.kernel_options.get(OPTION, 0.0)
-    if p and SEED not in call.kernel_options:
-        raise RuntimeError(f"an attention has dropout, and the pass {NAME!r}, which draws its seed, is disabled")
-    return p
+    """Return the dropout probability of a call, which is 0 if it has no dropout."""
+    return call.kernel_options.get(OPTION, 0.0)
+
+
+def missing(options: Options, device: torch.device) -> str | None:
+    """Return the name of a disabled pass or lowering without which stock computes an attention, or None."""
+    on_cpu = device.type == "cpu" and not uses_triton_on_cpu()
+    kernels = ("dense_attention",) if on_cpu else ("flex_attention", "flex_attention_backward")
+    return next((name for name in (NAME, *kernels) if not options.enabled(name)), None)
+
+
+def check(gm: GraphModule, options: Options) -> None:
+    """Raise a RuntimeError if the dropout of a flex_attention would be lost, or could not be verified."""
+    for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
+        call = ForwardCall.of(node)
+        if not probability(call):
+            continue
+        disabled = missing(options, fake_tensor(call.query).device)
+        if disabled is not None:
+            _refuse(f"{disabled!r}, which computes it, is disabled", "Enable it, or use dropout(0.0)", node)
+        if options.verify:
+            _refuse("eager mode, with which verify compares, drops nothing", "Verify with dropout(0.0)", node)
+
+
+def check_not_stock(call: ForwardCall | BackwardCall, reason: str, where: str) -> None:
+    """Raise a NotImplementedError if a call has dropout. Stock, to which it is left for this reason, would drop nothing."""
+    if probability(call):
+        raise NotImplementedError(
+            f"gradfuse cannot compute the dropout of this attention at {where}: {reason}. Use dropout(0.0) there."
+        )
+
+
+def _refuse(why: str, advice: str, node: Node) -> NoReturn:
+    raise RuntimeError(f"gradfuse cannot compile the dropout of this attention at {user_line(node)}: {why}. {advice}.")
 
 
 def seed_of(call: ForwardCall | BackwardCall) -> Any:
@@ -128,9 +158,8 @@ def rewrite(gm: GraphModule, options: Options) -> None:
     """Draw a seed for every flex_attention with dropout of a Dynamo graph. Changes ``gm``."""
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         call = ForwardCall.of(node)
-        if call.kernel_options.get(OPTION) and SEED not in call.kernel_options:
+        if probability(call) and SEED not in call.kernel_options:
             _rewrite_node(gm, node, call)
-    gm.recompile()
 
 
 def _rewrite_node(gm: GraphModule, node: Node, call: ForwardCall) -> None:

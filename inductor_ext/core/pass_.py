@@ -21,15 +21,19 @@ class Pass:
     name: the name in ``disable``, reports, dumps and the documents. stage: when it runs. what: one line for the documents.
     run: rewrites a graph in place. It takes a GraphModule, or for the joint graph the ``Builder`` that the passes of a
     stage share there, and the options. It does not have to ask whether it is enabled, check the graph, or recompile it.
+    check: raises an error if the result would be wrong with these options, whether the pass is enabled or not.
     """
 
     name: str
     stage: Stage
     what: str
     run: Callable[[Any, Options], None]
+    check: Callable[[Any, Options], None] | None = None
 
     def __call__(self, target: GraphModule | Builder, options: Options) -> None:
         """Rewrite ``target`` if the pass is enabled, and check the new graph. Raises a RuntimeError if that is broken."""
+        if self.check is not None:
+            self.check(target, options)
         if not options.enabled(self.name):
             return
         self.run(target, options)

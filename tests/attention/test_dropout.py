@@ -10,7 +10,7 @@ from torch._inductor import config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from inductor_ext.attention import dropout, dropout_mask
+from inductor_ext.attention import backward, dropout, dropout_mask
 from inductor_ext.attention.kernel_dropout import philox, scale
 from inductor_ext.attention.recognition import rewrite
 from inductor_ext.core.report import collect
@@ -218,10 +218,56 @@ def test_nothing_is_drawn_without_dropout():
     assert "philox" not in forward + backward
 
 
-def test_a_disabled_pass_is_an_error():
+NEEDED = [("cpu", "attention_dropout"), ("cpu", "dense_attention")]
+NEEDED += [("interpreter", name) for name in ("attention_dropout", "flex_attention", "flex_attention_backward")]
+
+
+@pytest.mark.parametrize(("device", "name"), NEEDED)
+def test_dropout_is_not_lost_where_what_computes_it_is_disabled(device, name):
+    _, context = on(device)
     q, t = inputs()
-    with pytest.raises(Exception, match="attention_dropout"):
-        torch.compile(attention(), backend="gradfuse", fullgraph=True, options={"disable": ["attention_dropout"]})(q, t)
+    with context, pytest.raises(Exception, match=rf"cannot compile the dropout.*test_dropout.py.*{name}.*is disabled"):
+        torch.compile(attention(), backend="gradfuse", fullgraph=True, options={"disable": [name]})(q, t)
+
+
+@pytest.mark.parametrize(("device", "name"), NEEDED)
+def test_spelt_out_dropout_is_not_lost_either(device, name, monkeypatch):
+    """The forward would drop other probabilities than the backward, or none."""
+    monkeypatch.setattr(rewrite, "FEWEST_ON_CPU", 0)
+    _, context = on(device)
+    q, bias = torch.randn(1, 2, 32, 16, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+
+    def attend(q, bias):
+        return F.dropout((q @ q.mT + bias).softmax(-1), 0.5) @ q
+
+    with context, collect() as report:
+        torch.compile(attend, backend="gradfuse", fullgraph=True, options={"disable": [name]})(q, bias).sum().backward()
+    assert [d.why for d in report.decisions if d.pass_name == "attention_pattern"] == [
+        f"{name!r}, which would compute it, is disabled"
+    ]
+
+
+def test_dropout_is_not_verified():
+    q, t = inputs()
+    with pytest.raises(Exception, match="eager mode, with which verify compares, drops nothing"):
+        torch.compile(attention(), backend="gradfuse", fullgraph=True, options={"verify": True})(q, t)
+
+
+def test_dropout_is_not_lost_where_the_forward_is_left_to_stock():
+    q, t = inputs()
+    decode = lambda q, t: flex_attention(q, q, q, kernel_options=dropout(0.3) | {"BACKEND": "TRITON_DECODE"}) * t[0]  # noqa: E731
+    with on("interpreter")[1], pytest.raises(Exception, match=r"cannot compute the dropout.*test_dropout.py.*BACKEND="):
+        torch.compile(decode, backend="gradfuse", fullgraph=True)(q, t)
+
+
+def test_dropout_is_not_lost_where_the_backward_is_left_to_stock(monkeypatch):
+    def refuse(joint):
+        raise backward.NotUnderstood(joint.graph.output_node(), "this test does not")
+
+    monkeypatch.setattr(backward, "take_apart", refuse)
+    q, t = inputs()
+    with on("interpreter")[1], pytest.raises(Exception, match=r"cannot compute the dropout.*this test does not"):
+        torch.compile(attention(), backend="gradfuse", fullgraph=True)(q, t).sum().backward()
 
 
 @pytest.mark.parametrize("fused", [False, True])

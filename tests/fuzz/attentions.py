@@ -1,4 +1,4 @@
-"""Attention that is spelt out, with random biases, masks, views and uses, as ``recognise`` finds it or must leave it alone.
+"""Attention that is spelt out, with random biases, masks, views and uses: ``attention_pattern`` finds it or leaves it alone.
 
 No row is hidden by -inf as a whole, because eager mode gives no numbers there.
 """

@@ -18,7 +18,7 @@ def positions_in(index: Any) -> set[sympy.Symbol]:
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """The base of all elements. Equal elements are one object, because a tensor is read at an index only once."""
+    """The base of all elements. They are compared as objects: ``Lift`` makes one for each node and index."""
 
     def parts(self) -> Iterator[Element]:
         """Yield the elements from which this one is computed."""

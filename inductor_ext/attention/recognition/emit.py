@@ -44,7 +44,10 @@ class ScoreModEmitter(Evaluator):
         return GraphModule(torch.nn.Module(), self.graph)
 
     def scaled(self, score: Element) -> float:
-        """Return the number by which the product is multiplied before anything else. Emits the product as already scaled."""
+        """Return the number by which the product is multiplied before anything else, or 1.0.
+
+        The kernel multiplies by it, so that the score_mod takes the scaled product as its score.
+        """
         users = [e for e in score.walk() if isinstance(e, Apply) and any(isinstance(p, Score) for p in e.parts())]
         if len(users) != 1 or len(users[0].args) != 2 or users[0].kwargs:
             return 1.0
@@ -85,7 +88,7 @@ class ScoreModEmitter(Evaluator):
         return super().integer(value)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return ``node`` in another dtype. A float may stay wider than it was."""
+        """Return ``node`` in another dtype. A float is not rounded to half precision, which the kernel does not need."""
         keeps_wide = dtype in HALF and dtype_of(node).is_floating_point
         return node if keeps_wide else super().cast(node, dtype)
 

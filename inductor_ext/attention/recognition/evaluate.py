@@ -55,7 +55,10 @@ class Evaluator:
         return self.apply(element)
 
     def apply(self, element: Apply) -> Node:
-        """Return the node of an elementwise op, in the op's dtype: numbers promote otherwise than tensors with dims."""
+        """Return the node of an elementwise op, cast to the dtype of the element.
+
+        In a score_mod every operand is 0-d, and PyTorch promotes these otherwise than tensors with dims.
+        """
         args = [self.value(a) for a in element.args]
         kwargs = {name: self.value(a) for name, a in element.kwargs.items()}
         call = self.inserter.method if element.op == "call_method" else self.inserter.function

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from ...core.fx import HALF, called, dtype_of, fake_tensor, shape_of
 from ...core.purity import is_pure
+from ...core.report import user_line
 from ...core.terms import arg, is_tensor, op
 from ...torch_api.sizes import size_hint
 from ..footprints import is_pointwise
@@ -64,7 +65,10 @@ class Lift:
         return self.visited[key]
 
     def whole(self, node: Node, index: views.Index) -> Element:
-        """Return the element of a bias or of the scores. Raises NotAttention if a tensor in it is overwritten too early."""
+        """Return ``node[index]``, the element of a bias or of the scores.
+
+        Raises NotAttention if a tensor that it reads is overwritten before the attention ends.
+        """
         try:
             return self.element(node, index)
         except NotLifted as error:
@@ -78,7 +82,7 @@ class Lift:
 
     def _read(self, node: Node, index: views.Index) -> Read:
         if self.writes.between(node, self.last):
-            raise NotLifted(f"{node.name} is changed in place before the attention ends")
+            raise NotLifted(f"a tensor that its scores read is changed in place before the attention ends ({line_of(node)})")
         return Read(node, index)
 
     def _computed(self, node: Node, index: views.Index) -> Element:
@@ -106,7 +110,10 @@ class Lift:
             return self._pointwise(node, index)
 
     def _check(self, node: Node) -> None:
-        """Raise NotLifted if the node does more than compute numbers from what its operands are when they are computed."""
+        """Raise NotLifted if the node cannot be computed again at the end of the attention, from its operands.
+
+        It may not be pure, an operand may have changed in between, or its value may have no gradient where its operands do.
+        """
         if not is_torch(node) or not is_tensor(node) or "input" in node.kwargs:
             raise NotLifted
         if not is_pure(node) and out_of_place(node) is None and not drops_nothing(node):
@@ -193,7 +200,7 @@ class Lift:
         return Apply("call_function", torch.where, (kept, self.element(node.args[0], index), rest), {}, dtype_of(node))
 
     def _padded(self, node: Node, index: views.Index) -> Element:
-        """``pad(x, (left, right, ...))`` with zeros, read where x is: the padding must not be read."""
+        """Return the element of ``pad(x, (left, right, ...))``, if only elements of x and none of the padding are read."""
         widths = list(arg(node, 1, "pad"))
         if arg(node, 2, "mode", "constant") != "constant" or not all(isinstance(w, int) for w in widths):
             raise NotLifted
@@ -212,7 +219,7 @@ class Lift:
         return self._through_view(node, operand, tuple(inside), index)
 
     def _is_dense(self, read: Read) -> bool:
-        """Return whether a read is of floats of which there are about as many as there are pairs of a query and a key."""
+        """Return whether a read has a float for about every pair of a query and a key."""
         along = [n for i, n in zip(read.index, shape_of(read.node), strict=True) if {Q, K} & positions_in(i)]
         sizes, lengths = ([size_hint(n) for n in ns] for ns in (along, (self.ranges.extents[Q], self.ranges.extents[K])))
         known = None not in (*sizes, *lengths)
@@ -244,14 +251,19 @@ class Lift:
         return len({x.dtype for x in values}) > 1 and len({x.dim() == 0 for x in values}) > 1
 
     def _check_reads(self, element: Apply) -> None:
-        """Raise NotLifted if one read of the result is less than the reads of its parts.
+        """Raise NotLifted if it is cheaper to read the result of an op than its operands: a sum of two tensors of pairs.
 
-        A learned bias and a frozen one stay apart, because the frozen one may be a mask.
+        The sum of a learned bias and a frozen one is lifted all the same, because the frozen one may be a mask.
         """
         dense = {e.node for e in element.walk() if isinstance(e, Read) and self._is_dense(e)}
         alike = len({self._learned(n) for n in dense}) == 1
         if len(dense) > 1 and alike and not self.depends_on_scores(element):
             raise NotLifted
+
+
+def line_of(node: Node) -> str:
+    """Return the user's line of a node, or its name if the line is not known."""
+    return user_line(node) or node.name
 
 
 def is_torch(node: Node) -> bool:

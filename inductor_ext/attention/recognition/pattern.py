@@ -24,12 +24,12 @@ from ..kinds import K, Q
 from . import views
 from .elements import Apply, Constant, Element, Position, Read, Score
 from .indices import ZERO, B, H, Ranges
-from .lifting import Lift, NotAttention, is_torch
+from .lifting import Lift, NotAttention, is_torch, line_of
 from .masks import Masked, masked
 from .products import Operand, Product, equation, node_operands
 from .sinks import Logits, logits
 
-#: The dims of queries and keys, and of values, that are no positions.
+#: Stands for the channel in an index of the queries, keys or values. It is no position of a score.
 WIDTH = sympy.Symbol("d", integer=True)
 
 
@@ -39,8 +39,8 @@ class Attention:
 
     last: the node of its result. query, key, value: nodes and their indices in b, h, q or k, and ``WIDTH``. score: the
     modified score. scale: the factor of the product of query and key. batch: the sizes of the dims that become b and h.
-    out: the dims of the result, as b-dims, query and width, in the order of ``last``. dropout: its probability. inside: the
-    nodes of the scores and probabilities, which nothing else uses. sink: a logit that is no key's (sinks.py).
+    out: for each dim of ``last``, its place among [*batch dims, query, channel]. dropout: its probability. inside: the nodes
+    of the scores and probabilities, which nothing else uses. sink: a logit that is no key's (sinks.py).
     """
 
     last: Node
@@ -157,7 +157,11 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str]) -> Attenti
 
 
 def _split_batch(sizes: tuple[Any, ...], softmax: Node) -> tuple[Any, ...]:
-    """Return the batch dims of a softmax, if the product with the values has one dim of all of them, and else its own."""
+    """Return the sizes of the batch dims, from which b and h are made.
+
+    ``sizes`` are those of the product with the values. If that has one dim that joins the batch dims of the softmax, as in
+    ``bmm``, these are returned, so that heads can be told from batch elements.
+    """
     split = shape_of(softmax)[:-2]
     if len(sizes) != 1 or len(split) < 2 or not all(isinstance(n, int) for n in (*sizes, *split)):
         return sizes
@@ -208,7 +212,7 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
         if op(node) == "dropout":
             p = _dropout(node)
             if p and not statically_known_true(fake_tensor(node).numel() == math.prod(ranges.extents.values())):
-                raise NotAttention("its dropout is broadcast")
+                raise NotAttention("one number of its dropout decides about several probabilities")
             if p and dropout:
                 raise NotAttention("it has two dropouts")
             dropout = dropout or p
@@ -219,7 +223,9 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
             try:
                 node, index = views.source(node, index, ranges)
             except views.NotAView as error:
-                raise NotAttention(f"{node.name} moves the probabilities in a way that is not understood") from error
+                raise NotAttention(
+                    f"its probabilities are moved in a way that is not understood ({line_of(node)})"
+                ) from error
             continue
         node = arg(node, 0, "input")
     dim = arg(node, 1, "dim")
@@ -246,22 +252,25 @@ def _dropout(node: Node) -> float:
         raise NotAttention("its dropout is in place")
     p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", True)
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
-        raise NotAttention("its dropout is not constant")
+        raise NotAttention("its dropout probability is not constant")
     return float(p) if training else 0.0
 
 
 def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
-    """Raise NotAttention if what is read at the end may differ from what the code read, or has no gradient."""
+    """Raise NotAttention if a tensor is changed between its use and the end of the attention, or a part has no gradient.
+
+    The kernel reads every tensor where the attention ends. after: the nodes between the scores and the result.
+    """
     last, product = lift.last, lift.product
     operands = [] if product is None else [product.query.node, product.key.node]
     for node in operands:
         if lift.writes.between(node, last):
-            raise NotAttention(f"{node.name} is changed in place before the attention ends")
+            raise NotAttention(f"its query or key is changed in place before the attention ends ({line_of(node)})")
     for node in (*after, last):
         if any(lift.writes.between(n, node) for n in node.all_input_nodes):
-            raise NotAttention(f"an operand of {node.name} is changed in place")
+            raise NotAttention(f"an operand is changed in place before its use ({line_of(node)})")
         if node in lift.writes.without_gradient:
-            raise NotAttention(f"{node.name} is computed without a gradient")
+            raise NotAttention(f"a part of it is computed without a gradient ({line_of(node)})")
 
 
 def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:
@@ -274,10 +283,10 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
     for node in inside:
         others = [u for u in node.users if u not in inside and u is not last and not reads_shape(u)]
         if others:
-            raise NotAttention(f"{node.name} is also used by {others[0].name}")
+            raise NotAttention(f"its scores or probabilities are also used elsewhere ({line_of(others[0])})")
     for element in (e for e in lift.visited.values() if isinstance(e, Read)):
         if not inside.isdisjoint(cone(element.node)):
-            raise NotAttention(f"{element.node.name} is computed from the scores")
+            raise NotAttention(f"a tensor that its scores read is computed from the scores ({line_of(element.node)})")
     return frozenset(inside)
 
 
@@ -290,8 +299,12 @@ def _fused(node: Node) -> Attention | None:
     causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
     if mask is None:
         return None
-    if node.kwargs.get("enable_gqa") or not isinstance(dropout, (int, float)) or not isinstance(causal, bool):
-        raise NotAttention("it has grouped heads or a dropout that is not constant")
+    if node.kwargs.get("enable_gqa"):
+        raise NotAttention("it has grouped heads (enable_gqa)")
+    if not isinstance(dropout, (int, float)):
+        raise NotAttention("its dropout probability is not constant")
+    if not isinstance(causal, bool):
+        raise NotAttention("is_causal is not constant")
     shapes = [shape_of(x) for x in (query, key, value)]
     if len({len(s) for s in shapes}) > 1 or any(s[:-2] != shapes[0][:-2] for s in shapes):
         raise NotAttention("query, key and value are broadcast against each other")

@@ -1,4 +1,4 @@
-"""The pass ``attention_pattern``: replace attention that is spelt out by flex_attention, where a bias is learned.
+"""The pass ``attention_pattern``: replace attention that is spelt out by flex_attention, where it reads a learned tensor.
 
 This pass works on Dynamo's graph, before the passes that read score_mods. ``pattern.py`` finds an attention, ``lifting.py``
 reads its biases and masks as functions of the position, and ``emit.py`` makes them a score_mod. Attention without a learned
@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...core.dynamo_graph import Inserter
 from ...core.fx import called, dtype_of, fake_tensor, shape_of, value_of
 from ...core.purity import changes_in_place
-from ...core.report import leave_to_stock, record, user_line
+from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import op
 from ...options import Options
 from ...torch_api.graph import storage_of
@@ -30,7 +30,7 @@ from ..kinds import K, Q
 from .arrange import in_order
 from .emit import ScoreModEmitter
 from .indices import POSITIONS, B, H
-from .lifting import NotAttention
+from .lifting import NotAttention, line_of
 from .masks import may_hide, shifted
 from .pattern import WIDTH, Attention, dtypes, find, learned_terms
 from .rows import largest
@@ -43,6 +43,7 @@ SHORTEST = 16
 #: On a CPU, stock's dense code takes half to three quarters of the time of our blocks. With this many scores it would have
 #: several tensors of a gigabyte for each attention.
 FEWEST_ON_CPU = 2**28
+_ADVICE = "Write it with flex_attention and a score_mod to have it fused."
 _OPTIONS = {
     "BACKEND": "AUTO",
     "PRESCALE_QK": False,
@@ -55,25 +56,28 @@ _OPTIONS = {
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:
-    """Replace, in place, every attention with a learned bias by flex_attention."""
-    replaced = False
+    """Replace, in place, every attention whose scores or sink read a learned tensor by flex_attention."""
     for node in list(gm.graph.nodes):
         if op(node) not in ("matmul", "einsum", "scaled_dot_product_attention") or not _trains(node):
             continue
+        where = user_line(node)
         try:
             attention = find(node)
-            if attention is None or not learned_terms(attention):
-                continue
-            _check(attention, options)
+        except NotAttention as error:
+            record(NAME, "attention", STOCK, str(error), where)
+            continue
+        if attention is None or not learned_terms(attention):
+            continue
+        why = _why_stock(attention, options)
+        if why is not None:
+            record(NAME, "attention", STOCK, why, where)
+            continue
+        try:
             with gm.graph.inserting_before(node):
                 _replace(gm, attention)
         except NotAttention as error:
-            leave_to_stock(False, NAME, "attention", str(error), user_line(node), "")
-            continue
-        replaced = True
-    if replaced:
-        gm.graph.lint()
-        gm.recompile()
+            # Only here is it known that a gradient of stock's will be slow.
+            leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
 
 
 def _trains(node: Node) -> bool:
@@ -81,27 +85,32 @@ def _trains(node: Node) -> bool:
     return value is not None and value.requires_grad
 
 
-def _check(attention: Attention, options: Options) -> None:
-    """Raise NotAttention if flex_attention cannot compute the attention, or would be slower."""
+def _why_stock(attention: Attention, options: Options) -> str | None:
+    """Return why flex_attention cannot compute the attention, or would be slower; None if neither holds."""
+    device = fake_tensor(attention.last).device
     if len(dtypes(attention)) > 1:
-        raise NotAttention("its two products have different dtypes")
-    if dtype_of(attention.last) is torch.float64 and fake_tensor(attention.last).device.type != "cpu":
-        raise NotAttention("its dtype is float64, for which there is no kernel")
+        return "its two products have different dtypes"
+    if dtype_of(attention.last) is torch.float64 and device.type != "cpu":
+        return "its dtype is float64, for which there is no kernel"
+    disabled = kernel_dropout.missing(options, device)
+    if disabled is not None:
+        return f"{disabled!r}, which would compute it, is disabled"
     if attention.dropout == 1.0:
-        raise NotAttention("its dropout drops everything")
-    if attention.dropout and (options.verify or not options.enabled(kernel_dropout.NAME)):
-        raise NotAttention("its dropout would be drawn in the kernel, with other random numbers")
+        return "its dropout drops everything"
+    if attention.dropout and options.verify:
+        return "verify compares with eager mode, and a kernel would draw other random numbers for its dropout"
     extents = attention.lift.ranges.extents
     lengths = [size_hint(extents[p]) for p in (Q, K)]
     if any(n is None or n < SHORTEST for n in lengths):
-        raise NotAttention(f"it has fewer than {SHORTEST} queries or keys")
+        return f"it has fewer than {SHORTEST} queries or keys"
     scores = [size_hint(n) for n in extents.values()]
-    if fake_tensor(attention.last).device.type == "cpu" and (None in scores or math.prod(scores) < FEWEST_ON_CPU):
-        raise NotAttention("stock is faster on a CPU, if the scores are not very many")
+    if device.type == "cpu" and (None in scores or math.prod(scores) < FEWEST_ON_CPU):
+        return "stock is faster on a CPU, if the scores are not very many"
     widths = [shape_of(node)[index.index(WIDTH)] for node, index in (attention.query, attention.value)]
     # A kernel is made for one width, so a symbolic one becomes a guard.
     if any(int(n) < SHORTEST for n in widths):
-        raise NotAttention(f"its heads have fewer than {SHORTEST} channels")
+        return f"its heads have fewer than {SHORTEST} channels"
+    return None
 
 
 def _replace(gm: GraphModule, attention: Attention) -> None:
@@ -112,7 +121,7 @@ def _replace(gm: GraphModule, attention: Attention) -> None:
     for (node, index), along in zip((attention.query, attention.key, attention.value), (Q, K, K), strict=True):
         arranged = in_order(outer, node, index, (B, H, along, WIDTH), lift.ranges)
         if arranged is None:
-            raise NotAttention(f"{node.name} is not laid out by batch, head, position and channel")
+            raise NotAttention(f"an operand is not laid out by batch, head, position and channel ({line_of(node)})")
         operands.append(arranged if dtype_of(arranged) is dtype else outer.method("to", arranged, dtype))
     query, key, value = operands
     device = value_of(query).device
@@ -149,7 +158,8 @@ def _replace(gm: GraphModule, attention: Attention) -> None:
         result = outer.method("clone", result, memory_format=torch.contiguous_format)
     last.replace_all_uses_with(result)
     _erase(gm, attention)
-    why = f"its score_mod captures {len(emitter.captured)} tensors; {len(learned_terms(attention))} are learned"
+    learned = len(set(learned_terms(attention)))
+    why = f"its score_mod captures {len(emitter.captured)} tensors; {learned} are learned"
     why += "" if attention.sink is None else ", with its sink"
     record(NAME, "attention", "flex_attention", why, user_line(fused))
 
@@ -183,12 +193,15 @@ def _as_before(outer: Inserter, result: Node, attention: Attention) -> Node:
 
 
 def _layout_matters(last: Node) -> bool:
-    """Return whether something may need the result to be contiguous, as it is. The kernel's has the layout of the query."""
+    """Return whether a contiguous result must stay contiguous. The kernel's result has the layout of the query."""
     return fake_tensor(last).is_contiguous() and not all(called(user) in _ANY_LAYOUT for user in _users(last))
 
 
 def _copies_may_change(last: Node, writes: Writes) -> bool:
-    """Return whether something writes to a copy of the result, or may after the graph. It may be a view of the kernel's."""
+    """Return whether something writes to a copy of the result in the graph, or may do so after the graph has run.
+
+    What was a copy may become a view of the kernel's result, because that may have another layout.
+    """
     returned = {storage_of(x) for n in last.graph.output_node().all_input_nodes if (x := fake_tensor(n)) is not None}
     copies = [user for user in _users(last) if called(user) in _MAY_COPY and fake_tensor(user) is not None]
     return any(writes.after(user) or storage_of(fake_tensor(user)) in returned for user in copies)

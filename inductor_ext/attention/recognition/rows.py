@@ -26,7 +26,7 @@ def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.devic
 
 
 def evaluate(outer: Inserter, element: Element, ranges: Ranges, device: torch.device) -> Node:
-    """Return an element for all positions, as a tensor ``[b, h, q, k]``. A dim that makes no difference has size 1."""
+    """Return an element for all positions, as a tensor ``[b, h, q, k]``. A dim on which it does not depend has size 1."""
     return _Rows(outer, ranges, device).value(element)
 
 
@@ -46,8 +46,8 @@ class _Rows(Evaluator):
         low = self.outer.function(operator.lt, tensor, LOWEST_UNSHIFTED)
         hidden = self.outer.function(operator.and_, low, self.outer.function(torch.isfinite, tensor))
         row = self.outer.function(torch.where, hidden, tensor, 0.0)
-        # With an axis of queries, nothing adds the row to a mask of keys before that is added to the score: eager code
-        # rounds the score away when it adds the lowest number.
+        # The row keeps a dim of queries even if it is the same for all. Otherwise it could be added to a mask of the keys
+        # outside the kernel, and the result be 0 where eager code adds the lowest number and so rounds the score away.
         queries = self.ranges.extents[Q]
         row = self.outer.method("expand", row, [*sizes[:2], queries])
         axes = [p for p, n in zip((B, H), sizes, strict=False) if not is_one(n)]

@@ -18,7 +18,7 @@ from ...core.terms import arg, is_one, is_tensor, op
 from ...torch_api.sizes import statically_known_true
 from .indices import ZERO, Ranges
 
-#: An index along one dim: an expression in the positions, or something else that computes a number for each score.
+#: One entry for each dim: an expression in the positions, or something else that computes a number for each score.
 Index = tuple[Any, ...]
 
 
