@@ -37,7 +37,7 @@ BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
 class Model:
     """build: from overrides of the configuration to a model. batch, length: of the inputs. inputs: makes them.
 
-    smaller: the overrides of a smoke test.
+    smaller: the overrides of a smoke test, and shorter: the length of its inputs.
     """
 
     build: Callable[..., nn.Module]
@@ -45,6 +45,7 @@ class Model:
     length: int
     inputs: Callable[[int, int], dict[str, torch.Tensor]]
     smaller: dict[str, Any]
+    shorter: int = 64
 
 
 def _tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -111,9 +112,9 @@ MODELS = {
     "deberta_v3_base": Model(_deberta, 16, 512, _tokens, _TWO_LAYERS),
     "mpnet": Model(_mpnet, 32, 512, _tokens, _TWO_LAYERS),
     "wav2vec2_conformer": Model(
-        _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS
+        _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS, 8000
     ),
-    "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}),
+    "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}, 1024),
 }
 
 
@@ -129,8 +130,7 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
     case, device = MODELS[name], "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = case.build(**(case.smaller if smoke else {})).train().to(device)
-    length = {224: 64, 256: 64, 512: 64, 2048: 64, 240_000: 8000}.get(case.length, case.length) if smoke else case.length
-    batch = 1 if smoke else case.batch
+    batch, length = (1, case.shorter) if smoke else (case.batch, case.length)
     inputs = {k: v.to(device) for k, v in case.inputs(batch, length).items()}
     row: dict[str, Any] = {"model": name, "batch": batch, "length": length, "peer": peer}
     run = torch.compile(model, backend=BACKENDS[peer]) if peer != "eager" else model

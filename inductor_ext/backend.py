@@ -68,6 +68,8 @@ class _StageOfJointGraph(CacheKey):
 
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
+        # Stock's passes, and the user's, may leave the order of the nodes to a sort that comes later.
+        stable_topological_sort(graph)
         passes.run(self.stage, graph.owning_module, self.options, self.dump)
 
 
@@ -78,13 +80,9 @@ class _OnJointGraph(_StageOfJointGraph):
 
 
 class _BeforePartition(_StageOfJointGraph):
-    """Runs after stock's passes, which leave the order of the nodes to a sort that comes later."""
+    """Runs after stock's passes."""
 
     stage = "partition"
-
-    def __call__(self, graph: Graph) -> None:
-        stable_topological_sort(graph)
-        super().__call__(graph)
 
 
 def _with_passes(options: Options, patches: dict[str, Any], dump: Dump) -> dict[str, Any]:
@@ -143,10 +141,10 @@ def _compile(
     first = next(filter(None, map(user_line, gm.graph.nodes)), "")
     with compiling(number, first), without_caches() if options.dump is not None else contextlib.nullcontext():
         draw = pictures.watch(gm, options, number)
-        passes.run("dynamo", gm, options, dump)
-        compiled = config.compile_fx(
-            gm, inputs, inner_compile=_inner_compile(options, dump), config_patches=_with_passes(options, patches, dump)
-        )
+        patched = _with_passes(options, patches, dump)
+        with inductor_config.patch(patched):
+            passes.run("dynamo", gm, options, dump)
+        compiled = config.compile_fx(gm, inputs, inner_compile=_inner_compile(options, dump), config_patches=patched)
         return draw(serializable(compiled))
 
 

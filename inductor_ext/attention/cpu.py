@@ -25,7 +25,7 @@ from .calls import BackwardCall, ForwardCall
 from .captured_grads import JointGraph, NotUnderstood, take_apart
 from .cpu_math import DenseAttention
 from .cpu_tiles import JointFunction, scalar_graph, without_narrowing
-from .kernel_dropout import probability
+from .kernel_dropout import Dropout
 from .score_mod import ScoreMod
 
 NAME = "dense_attention"
@@ -53,7 +53,7 @@ def _expand_forward(gm: GraphModule, node: Node, options: Options) -> None:
         has_full_blocks=call.mask.full_kv_num_blocks is not None,
         scale=call.scale,
         num_captured=len(call.captured),
-        dropout=probability(call),
+        dropout=Dropout.of(call),
     )
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
@@ -93,7 +93,7 @@ def _expand_backward(gm: GraphModule, node: Node, options: Options) -> None:
         has_full_blocks=call.mask.full_kv_num_blocks is not None,
         scale=call.scale,
         num_captured=len(call.captured),
-        dropout=probability(call),
+        dropout=Dropout.of(call),
     )
     gradients = [call.grad_out, call.grad_logsumexp]
     present = [g is not None for g in gradients]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from ..core.cpu_loops import KeySegments, QueryBlocks, scan
 from ..core.fx import working_dtype
 from .cpu_tiles import JointFunction, over_grid
-from .kernel_dropout import kept, scale
+from .kernel_dropout import Dropout, kept, scale
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ class DenseAttention:
     has_full_blocks: bool
     scale: float
     num_captured: int
-    dropout: float = 0.0
+    dropout: Dropout | None = None
     query_block: Any = None
     key_block: Any = None
 
@@ -136,15 +136,12 @@ class DenseAttention:
         return over_grid(score, (raw, visible), *position)
 
     def _kept(self, values: Tensor, captured: Sequence[Any], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the values of a tile [B, H, Q, K] whose probabilities dropout keeps, scaled, and 0 elsewhere.
-
-        The seed is the last captured tensor.
-        """
-        if not self.dropout:
+        """Return the values of a tile [B, H, Q, K] whose probabilities dropout keeps, scaled, and 0 elsewhere."""
+        if self.dropout is None:
             return values
         of_slice = b[:, None, None, None] * h.shape[0] + h[:, None, None]
-        keep = kept(captured[-1], self.dropout, of_slice, q[:, None], k)
-        return torch.where(keep, values * scale(self.dropout), 0.0)
+        keep = kept(captured[self.dropout.seed], self.dropout.p, of_slice, q[:, None], k)
+        return torch.where(keep, values * scale(self.dropout.p), 0.0)
 
     # -- forward
 

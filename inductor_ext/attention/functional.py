@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..core.fx import called, dtype_of, fake_tensor, indices_of, value_of
-from ..core.purity import changes_in_place, is_pure, sets_gradient_mode
+from ..core.purity import INFERENCE_MODE, changes_in_place, is_pure, sets_gradient_mode, without_gradient
 
 _OPERATORS = {
     getattr(operator, f"i{name}"): getattr(operator, name)
@@ -54,21 +54,19 @@ def impurity(graph: Graph) -> str | None:
 
 
 def _check(nodes: list[Node]) -> None:
-    gradients = True
+    frozen = without_gradient(nodes)
     for node in nodes:
-        if called(node) in ("_enter_inference_mode", "_exit_inference_mode"):
+        if called(node) in INFERENCE_MODE:
             raise Impure("it enters inference mode")
-        if sets_gradient_mode(node):
-            gradients = bool(node.args[0])
-        elif changes_in_place(node):
-            if not gradients:
+        if changes_in_place(node):
+            if node in frozen:
                 raise Impure("it changes a value in place under no_grad")
             _check_in_place(node)
 
 
 def _check_in_place(node: Node) -> None:
     changed = node.args[0] if node.args else None
-    if node.kwargs.get("out") is not None or not isinstance(changed, Node) or out_of_place(node) is None:
+    if not isinstance(changed, Node) or out_of_place(node) is None:
         raise Impure(f"{called(node)} works only in place")
     captured = changed.op == "placeholder" and changed not in changed.graph.find_nodes(op="placeholder")[:1]
     if captured or _is_view(changed):
@@ -86,11 +84,18 @@ def _is_view(node: Node) -> bool:
 
 
 def out_of_place(node: Node) -> tuple[str, Any] | None:
-    """Return the op and the target of the same computation out of place, or None if there is none."""
+    """Return the op and the target of the same computation out of place, or None if there is none.
+
+    For fill_, zero_ and copy_, which do not compute with the old value, the target is the name "fill", "zero" or "copy".
+    """
+    if node.kwargs.get("out") is not None:
+        return None
     if node.kwargs.get("inplace") is True:
         return node.op, node.target
     if node.target in _OPERATORS:
         return node.op, _OPERATORS[node.target]
+    if not called(node).endswith("_"):
+        return None
     name = called(node)[:-1]
     if name in ("fill", "zero", "copy"):
         return node.op, name
@@ -123,14 +128,9 @@ def _replace(graph: Graph, node: Node) -> None:
 
 
 def _detach_regions(graph: Graph) -> None:
-    without: list[Node] = []
-    gradients = True
-    for node in list(graph.nodes):
-        if sets_gradient_mode(node):
-            gradients = bool(node.args[0])
-            graph.erase_node(node)
-        elif not gradients and node.op not in ("placeholder", "output"):
-            without.append(node)
+    without = without_gradient(graph.nodes)
+    for node in list(filter(sets_gradient_mode, graph.nodes)):
+        graph.erase_node(node)
     for node in without:
         outside = [user for user in node.users if user not in without]
         if outside and fake_tensor(node) is not None:

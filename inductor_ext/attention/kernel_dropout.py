@@ -12,7 +12,7 @@ bits, for neighbouring keys. So p is rounded to a multiple of 2**-16, and probab
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -106,6 +106,19 @@ def scale(p: float) -> float:
     return 2**_HALF / (2**_HALF - threshold(p))
 
 
+@dataclass(frozen=True)
+class Dropout:
+    """The dropout of a call. p: the probability. seed: its number among the captured tensors."""
+
+    p: float
+    seed: int
+
+    @staticmethod
+    def of(call: ForwardCall | BackwardCall) -> Dropout | None:
+        """Return None for a call without dropout."""
+        return Dropout(probability(call), call.kernel_options[SEED]) if probability(call) else None
+
+
 def probability(call: ForwardCall | BackwardCall) -> float:
     """Return the dropout probability of a call, which is 0 if it has no dropout."""
     return call.kernel_options.get(OPTION, 0.0)
@@ -145,13 +158,13 @@ def _refuse(why: str, advice: str, node: Node) -> NoReturn:
 
 def seed_of(call: ForwardCall | BackwardCall) -> Any:
     """Return the captured tensor that is the seed of a call with dropout."""
-    return call.captured[call.kernel_options[SEED]]
+    return call.captured[Dropout.of(call).seed]
 
 
 def template_options(call: ForwardCall | BackwardCall) -> dict[str, Any]:
     """Return the options for both templates."""
     p = probability(call)
-    return {"DROPOUT": bool(p), "DROP_BELOW": threshold(p), "KEEP_SCALE": scale(p)}
+    return {"DROPOUT": bool(p), "DROP_BELOW": threshold(p), "KEEP_SCALE": scale(p), "PHILOX_ROUNDS": _ROUNDS}
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:

@@ -37,6 +37,12 @@ class Inserter:
         """Insert a call of a method of a tensor, which is the first argument."""
         return self._with_value(self.graph.call_method(name, args, kwargs), getattr(torch.Tensor, name))
 
+    def call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Callable[[], Any]) -> Node:
+        """Insert a call of an op with graphs among its operands, which cannot run here. ``value`` makes its value."""
+        node = self.graph.call_function(target, args)
+        node.meta.update(self._kept)
+        return self._valued(node, value)
+
     def copy(self, node: Node, inputs: Callable[[Node], Any]) -> Node:
         """Insert a copy of a node with other inputs."""
         new = self.graph.node_copy(node, inputs)
@@ -47,9 +53,12 @@ class Inserter:
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_or_none)
+        return self._valued(node, lambda: target(*args, **kwargs))
+
+    def _valued(self, node: Node, value: Callable[[], Any]) -> Node:
         # The hooks of a checkpoint around the region must not run, because these values are not part of its forward.
         with self._fake_mode, saved_tensors_hooks_disabled():
-            node.meta["example_value"] = target(*args, **kwargs)
+            node.meta["example_value"] = value()
         return node
 
 

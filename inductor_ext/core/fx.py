@@ -54,6 +54,12 @@ def dtype_of(node: Node) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
+def requires_grad(node: Node) -> bool:
+    """Whether a node computes a tensor that needs a gradient."""
+    value = fake_tensor(node)
+    return value is not None and value.requires_grad
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are computed and summed: fp32 for narrower floats, otherwise ``dtype``."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
@@ -91,6 +97,16 @@ def indices_of(getitem: Node) -> tuple[Any, ...]:
     """The indices of ``x[i, j]``, one for each position in the brackets. A list is one index."""
     index = getitem.args[1]
     return index if isinstance(index, tuple) else (index,)
+
+
+def full_index(entries: Sequence[Any], rank: int) -> list[Any]:
+    """The entries in brackets without an ellipsis, and with a slice for each dim that they do not name."""
+    if any(e is Ellipsis for e in entries):
+        at = [e is Ellipsis for e in entries].index(True)
+    else:
+        at, entries = len(entries), [*entries, Ellipsis]
+    missing = rank - sum(e is not None and e is not Ellipsis for e in entries)
+    return [*entries[:at], *[slice(None)] * missing, *entries[at + 1 :]]
 
 
 def cone(*nodes: Node) -> KeysView[Node]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,9 +39,31 @@ def is_random(node: Node) -> bool:
     return bool(_RANDOM.search(called(node)))
 
 
+_GRADIENT_MODE = ("_set_grad_enabled", "set_grad_enabled")
+#: The functions that begin and end a region of ``torch.inference_mode``.
+INFERENCE_MODE = ("_enter_inference_mode", "_exit_inference_mode")
+
+
 def sets_gradient_mode(node: Node) -> bool:
     """Whether a node begins or ends a region without gradients (``torch.no_grad``)."""
-    return called(node) in ("_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+    return called(node) in (*_GRADIENT_MODE, *INFERENCE_MODE)
+
+
+def without_gradient(nodes: Iterable[Node]) -> dict[Node, None]:
+    """The nodes of Dynamo's graph, in order, that are computed in regions without gradients."""
+    found: dict[Node, None] = {}
+    gradients, before = True, []
+    for node in nodes:
+        if called(node) in _GRADIENT_MODE:
+            gradients = bool(node.args[0]) if node.args else True
+        elif called(node) == INFERENCE_MODE[0]:
+            before.append(gradients)
+            gradients = not node.args[0]
+        elif called(node) == INFERENCE_MODE[1]:
+            gradients = before.pop()
+        elif not gradients and node.op not in ("placeholder", "output"):
+            found[node] = None
+    return found
 
 
 def is_pure(node: Node) -> bool:
@@ -69,10 +92,11 @@ def base(node: Node) -> Node:
 
 def written(graph: Graph) -> set[Node]:
     """The nodes of an ATen graph that own memory to which some op writes."""
-    return {base(operand) for node in graph.nodes for operand in _written_operands(node)}
+    return {base(operand) for node in graph.nodes for operand in written_operands(node)}
 
 
-def _written_operands(node: Node) -> list[Node]:
+def written_operands(node: Node) -> list[Node]:
+    """The operands to which an ATen op writes."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     found: list[Any] = []

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .fx import called, fake_tensor, indices_of, shape_of, value_of, value_or_none
+from ..torch_api.graph import is_torch
+from .fx import called, fake_tensor, full_index, indices_of, shape_of, value_of, value_or_none
 
 _ALIASES = {
     "truediv": "div",
@@ -42,19 +43,34 @@ _ALIASES = {
 }
 
 
+#: The names of ops that only change the dtype of their operand, or return it.
+CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool"}
+
+
+def canonical_name(name: str) -> str:
+    """The one name that stands for all names of an op."""
+    return _ALIASES.get(name, name)
+
+
 def op(node: Any) -> str:
     """The name of a node's op, the same for a function, a method and an attribute; "" for anything that is not an op."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
     if node.target is getattr:
         return f".{node.args[1]}"
-    name = called(node)
-    return _ALIASES.get(name, name)
+    return canonical_name(called(node))
 
 
 def arg(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a node by position or by name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def calls_torch(node: Node) -> bool:
+    """Whether a node calls a function or method of torch or an operator, and no other function of the same name."""
+    if node.op == "call_method" or node.target is getattr:
+        return True
+    return node.op == "call_function" and is_torch(node.target)
 
 
 def is_tensor(node: Any) -> bool:
@@ -76,6 +92,21 @@ def reads_shape(node: Node) -> bool:
 def binary(node: Any, name: str) -> bool:
     """Whether a node is the op ``name`` with two operands and no other argument (no ``alpha``, no ``rounding_mode``)."""
     return op(node) == name and len(node.args) == 2 and not node.kwargs
+
+
+def maximum_of(node: Any) -> tuple[Node, list[Node]] | None:
+    """``max`` or ``amax`` of which a node is the result, and the nodes that belong to it; None for other nodes."""
+    nodes = [node]
+    if op(node) in ("getitem", ".values"):
+        if op(node) == "getitem" and node.args[1] != 0:
+            return None
+        nodes.append(node.args[0])
+    return (nodes[-1], nodes) if op(nodes[-1]) in ("max", "amax") else None
+
+
+def is_along_last(reduction: Node) -> bool:
+    """Whether a reduction is along the last dim of its operand."""
+    return arg(reduction, 1, "dim") in (-1, len(shape_of(arg(reduction, 0, "input"))) - 1, [-1], (-1,))
 
 
 def is_one(size: Any) -> bool:
@@ -225,10 +256,7 @@ def _getitem(node: Node, term: Term) -> Term:
     index = indices_of(node)
     if not is_tensor(node.args[0]) or any(isinstance(i, (int, Node, list)) for i in index):
         raise NotASum
-    missing = len(term.dims) - sum(i is not None and i is not Ellipsis for i in index)
-    everything = [slice(None)] * missing
-    at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    index = (*index[:at], *everything, *index[at + 1 :])
+    index = full_index(index, len(term.dims))
     order: list[int | None] = []
     starts: list[int] = []
     dim = 0

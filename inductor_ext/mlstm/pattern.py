@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..core.fx import shape_of, value_of
-from ..core.terms import Term, arg, binary, is_one, is_tensor, number, op, terms, view_of, whole
+from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
 
 
 class NotMLSTM(Exception):
@@ -92,20 +92,12 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     if not binary(difference, "sub"):
         return None, None
     log_weights, row_max = difference.args
-    maximum = view_of(row_max).base if is_tensor(row_max) else None
-    if op(maximum) in ("getitem", ".values") and op(maximum.args[0]) == "max":
-        if op(maximum) == "getitem" and maximum.args[1] != 0:
-            return None, None
-        inside.add(maximum)
-        reduction = maximum.args[0]
-    else:
-        reduction = maximum
-    if op(reduction) not in ("max", "amax") or arg(reduction, 0, "input") is not log_weights:
+    found = maximum_of(view_of(row_max).base) if is_tensor(row_max) else None
+    if found is None or arg(found[0], 0, "input") is not log_weights:
         return None, None
-    dim = arg(reduction, 1, "dim")
-    if dim not in (-1, len(shape_of(log_weights)) - 1, [-1], (-1,)) or not _is_column(row_max, log_weights):
+    if not is_along_last(found[0]) or not _is_column(row_max, log_weights):
         raise NotMLSTM("the maximum is not taken over the keys")
-    inside |= {difference, log_weights, reduction, row_max}
+    inside |= {difference, log_weights, row_max, *found[1]}
     return log_weights, row_max
 
 

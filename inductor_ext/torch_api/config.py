@@ -77,6 +77,11 @@ def uses_triton_on_cpu() -> bool:
     return inductor_config.cpu_backend == "triton"
 
 
+def uses_eager_random_numbers() -> bool:
+    """Return whether compiled code draws the random numbers of eager mode (``fallback_random``)."""
+    return inductor_config.fallback_random
+
+
 @contextlib.contextmanager
 def deterministic_lowerings(wanted: bool) -> Iterator[None]:
     """Lower the ops around our kernels (e.g. the gradient of a gather) as ``torch.use_deterministic_algorithms`` asks."""

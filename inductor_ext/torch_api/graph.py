@@ -1,13 +1,38 @@
-"""The contents of nodes: operators with their schemas, and nested tuples, lists and dicts of values."""
+"""Graphs and what is in them: operators, nested values, the order of nodes, and which tensors share memory."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["HigherOrderOperator", "OpOverload", "pytree", "stable_topological_sort", "storage_of"]
+__all__ = ["HigherOrderOperator", "OpOverload", "is_torch", "pytree", "stable_topological_sort", "storage_of"]
+_HOMES = ("_operator", "torch._C._nn")
+_NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.special)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that share memory, fake tensors included."""
+def is_torch(function: Any) -> bool:
+    """Return whether a function is an operator or one of torch, and no other function of the same name."""
+    name = getattr(function, "__name__", "")
+    return getattr(function, "__module__", None) in _HOMES or any(getattr(x, name, None) is function for x in _NAMESPACES)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for others: a DTensor or other wrapper subclass, or one in a torch.func transform."""
+    return is_traceable_wrapper_subclass(tensor) or is_functorch_wrapped_tensor(tensor)
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """Return a value that is equal for tensors that share memory, fake tensors included."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)
+        return tuple(storage_of(x) for x in inner if isinstance(x, torch.Tensor))
     return tensor.untyped_storage()._cdata

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.virtualized import V
 from torch.nn.attention.flex_attention import _create_empty_block_mask
@@ -59,6 +60,11 @@ def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: 
     return forward(*args), choices.get_flex_attention_bwd_configs(head_dim, dtype, device.type)
 
 
+def is_kernel_that_writes(target: Any) -> bool:
+    """Return whether a node calls a Triton kernel of the user's, which may write to its operands."""
+    return target is triton_kernel_wrapper_mutation
+
+
 def no_block_mask(ones: Any, zeros: Any, mask_mod: Any) -> tuple[Any, ...]:
     """Return the block_mask operand of an attention without a block mask: one block of all queries and all keys.
 
@@ -67,7 +73,9 @@ def no_block_mask(ones: Any, zeros: Any, mask_mod: Any) -> tuple[Any, ...]:
     *parts, _ = _empty_block_mask()
     named = FlexBlockMask.of((*parts, mask_mod))
     given = {"kv_num_blocks": ones, "q_num_blocks": ones, "kv_indices": zeros, "q_indices": zeros}
-    assert all(isinstance(x, torch.Tensor) == (name in given) for name, x in named._asdict().items() if name != "mask_mod")
+    wrong = [n for n, x in named._asdict().items() if n != "mask_mod" and isinstance(x, torch.Tensor) != (n in given)]
+    if wrong:
+        raise RuntimeError(f"torch {torch.__version__} has another empty block_mask than gradfuse knows, in {wrong}")
     first = tuple(given.get(name, x) for name, x in list(named._asdict().items())[:10])
     return (*first, *parts[10:], mask_mod)
 

@@ -57,6 +57,8 @@ def _of(module: str, used_by: str, *attributes: str) -> list[PrivateName]:
 NAMES: tuple[PrivateName, ...] = (
     *_of("torch", "config", "_TorchCompileInductorWrapper"),
     *_of("torch", "frontend", "_C.DispatchKey.Autograd"),
+    *_of("torch", "graph", "UntypedStorage._cdata"),
+    *_of("torch._C._functorch", "graph", "get_unwrapped", "is_functorch_wrapped_tensor"),
     *_of("torch._dispatch.python", "tracing", "enable_python_dispatcher"),
     *_of("torch._dynamo", "frontend", "eval_frame", "register_backend"),
     *_of("torch._dynamo._trace_wrapped_higher_order_op", "frontend", "TransformGetItemToIndex"),
@@ -69,6 +71,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._higher_order_ops.associative_scan", "frontend", "associative_scan_op"),
     *_of("torch._higher_order_ops.flex_attention", "frontend", "create_fw_bw_graph"),
     *_of("torch._higher_order_ops.scan", "config, higher_order, lowering", "scan_op"),
+    *_of("torch._higher_order_ops.triton_kernel_wrap", "higher_order", "triton_kernel_wrapper_mutation"),
     *_of("torch._higher_order_ops.while_loop", "config, higher_order", "while_loop_op"),
     *_of(
         "torch._inductor.codegen.triton",
@@ -126,6 +129,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch.nn.attention.flex_attention", "higher_order", "_create_empty_block_mask"),
     *_of("torch.utils", "graph", "_pytree"),
     *_of("torch.utils._python_dispatch", "higher_order, tracing", "_disable_current_modes"),
+    *_of("torch.utils._python_dispatch", "graph", "is_traceable_wrapper_subclass"),
     *_of("torch.utils._sympy.functions", "sizes", "CeilDiv", "FloorDiv", "Mod"),
     *_of("torch.utils._sympy.value_ranges", "sizes", "ValueRanges", "bound_sympy"),
 )

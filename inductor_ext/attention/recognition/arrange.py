@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import shape_of, value_of
+from ...core.fx import same_sizes, shape_of, value_of
 from ...torch_api.sizes import statically_known_true
 from .indices import Ranges
 from .views import Index
@@ -84,9 +84,11 @@ def in_order(
         node, index = outer.method("select", node, 0, int(index[0])), ()
     if len(set(index)) < len(index) or not set(index) <= set(order):
         return None
-    node = outer.method("permute", node, [index.index(p) for p in order if p in index])
+    dims = [index.index(p) for p in order if p in index]
+    if dims != sorted(dims):
+        node = outer.method("permute", node, dims)
     for dim, position in enumerate(order):
         if position not in index:
             node = outer.method("unsqueeze", node, dim)
     sizes = [ranges.extents.get(p, n) for p, n in zip(order, shape_of(node), strict=True)]
-    return outer.method("expand", node, sizes) if expand and list(shape_of(node)) != sizes else node
+    return outer.method("expand", node, sizes) if expand and not same_sizes(shape_of(node), sizes) else node

@@ -10,6 +10,8 @@ import sympy
 import torch
 from torch.fx import Node
 
+from ...core.terms import canonical_name
+
 
 def positions_in(index: Any) -> set[sympy.Symbol]:
     """Return the positions in an entry of an index, if that is an expression."""
@@ -24,13 +26,16 @@ class Element:
         """Yield the elements from which this one is computed."""
         yield from ()
 
-    def walk(self) -> Iterator[Element]:
-        """Yield this element and all elements from which it is computed, each once."""
+    def walk(self, indices: bool = True) -> Iterator[Element]:
+        """Yield this element and all elements from which it is computed, each once.
+
+        With ``indices=False``, those from which only an index is computed are left out.
+        """
         seen, pending = {self}, [self]
         while pending:
             element = pending.pop()
             yield element
-            for part in element.parts():
+            for part in element.parts() if indices or not isinstance(element, Read) else ():
                 if part not in seen:
                     seen.add(part)
                     pending.append(part)
@@ -46,7 +51,9 @@ class Element:
 
 @dataclass(frozen=True, eq=False)
 class Score(Element):
-    """The product of query and key."""
+    """The product of query and key. dtype: that in which the graph computes it."""
+
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +104,11 @@ class Apply(Element):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The name of the op, the same for a function, an operator and a method."""
+        return canonical_name(self.target if isinstance(self.target, str) else self.target.__name__)
 
     def parts(self) -> Iterator[Element]:
         """Yield the elements from which this one is computed."""

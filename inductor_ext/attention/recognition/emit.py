@@ -51,14 +51,13 @@ class ScoreModEmitter(Evaluator):
         users = [e for e in score.walk() if isinstance(e, Apply) and any(isinstance(p, Score) for p in e.parts())]
         if len(users) != 1 or len(users[0].args) != 2 or users[0].kwargs:
             return 1.0
-        name = users[0].target if isinstance(users[0].target, str) else users[0].target.__name__
         first, second = users[0].args
         number = second if isinstance(first, Score) else first
         if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
             return 1.0
-        if name in ("mul", "imul", "mul_", "multiply"):
+        if users[0].name == "mul":
             factor = float(number)
-        elif name in ("div", "truediv", "itruediv", "div_", "true_divide") and isinstance(first, Score):
+        elif users[0].name == "div" and isinstance(first, Score):
             factor = 1.0 / number
         else:
             return 1.0
@@ -86,6 +85,13 @@ class ScoreModEmitter(Evaluator):
         if not self.ranges.fits_32_bits(value):
             raise NotAttention("the index of a tensor exceeds 32 bits")
         return super().integer(value)
+
+    def apply(self, element: Apply) -> Node:
+        """Return the node of an elementwise op. A cast to half precision is left out."""
+        if element.name == "to" and element.dtype in HALF:
+            operand = self.value(element.args[0])
+            return self.cast(operand, element.dtype)
+        return super().apply(element)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """Return ``node`` in another dtype. A float is not rounded to half precision, which the kernel does not need."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from ...core.fx import HALF, called, dtype_of, fake_tensor, shape_of
+from ...core.fx import HALF, dtype_of, fake_tensor, requires_grad, shape_of
 from ...core.purity import is_pure
 from ...core.report import user_line
-from ...core.terms import arg, is_tensor, op
+from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
 from ...torch_api.sizes import size_hint
 from ..footprints import is_pointwise
 from ..functional import out_of_place
@@ -29,8 +30,13 @@ from .indices import Ranges
 from .products import Product, product_of
 from .writes import Writes
 
-#: Ops that only change the dtype of their operand.
-_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool"}
+#: An element of more operations than this within each other is read as it is, because all of them are followed recursively.
+_DEEPEST = 100
+
+
+#: Elementwise ops whose result is a number of floating point, and changes in steps.
+_STEPS = {"floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "remainder", "fmod", "mod"}
+_STEPS |= {"floor_divide", "floordiv", "copysign", "signbit", "nextafter"}
 
 
 class NotLifted(Exception):
@@ -44,13 +50,13 @@ class NotAttention(Exception):
 class Lift:
     """The elements of the tensors of one attention.
 
-    ranges: those of b, h, q and k. last: the node that the attention replaces, where all tensors are read. product: that of
-    query and key, after it was found. visited: the nodes that were followed, with their elements.
+    ranges: those of b, h, q and k. last: the node that the attention replaces, where all tensors are read. writes: those of
+    its graph. product: that of query and key, after it was found. visited: the elements of the nodes that were followed.
     """
 
-    def __init__(self, ranges: Ranges, last: Node) -> None:
-        self.ranges, self.last = ranges, last
-        self.writes = Writes(last.graph)
+    def __init__(self, ranges: Ranges, last: Node, writes: Writes) -> None:
+        self.ranges, self.last, self.writes = ranges, last, writes
+        self._depth = 0
         self.product: Product | None = None
         self.visited: dict[tuple[Node, Any], Element] = {}
 
@@ -58,10 +64,13 @@ class Lift:
         """Return ``node[index]`` for the scores at all positions."""
         key = (node, index)
         if key not in self.visited:
+            self._depth += 1
             try:
                 self.visited[key] = self._computed(node, index)
             except (NotLifted, views.NotAView):
                 self.visited[key] = self._read(node, index)
+            finally:
+                self._depth -= 1
         return self.visited[key]
 
     def whole(self, node: Node, index: views.Index) -> Element:
@@ -81,8 +90,9 @@ class Lift:
     # ------------------------------------------------ one node
 
     def _read(self, node: Node, index: views.Index) -> Read:
-        if self.writes.between(node, self.last):
-            raise NotLifted(f"a tensor that its scores read is changed in place before the attention ends ({line_of(node)})")
+        # The kernels read it when the attention ends, and again in the backward.
+        if self.writes.after(node):
+            raise NotLifted(f"a tensor that its scores read is changed in place later ({line_of(node)})")
         return Read(node, index)
 
     def _computed(self, node: Node, index: views.Index) -> Element:
@@ -94,7 +104,7 @@ class Lift:
             return Constant(_FILLS[name](node), dtype_of(node))
         if (product := self._product(node, index)) is not None:
             return product
-        if name in _CASTS:
+        if name in CASTS:
             return self._cast(node, index)
         if name == "dropout" and drops_nothing(node):
             return self.element(arg(node, 0, "input"), index)
@@ -114,7 +124,7 @@ class Lift:
 
         It may not be pure, an operand may have changed in between, or its value may have no gradient where its operands do.
         """
-        if not is_torch(node) or not is_tensor(node) or "input" in node.kwargs:
+        if self._depth > _DEEPEST or not calls_torch(node) or not is_tensor(node) or "input" in node.kwargs:
             raise NotLifted
         if not is_pure(node) and out_of_place(node) is None and not drops_nothing(node):
             raise NotLifted
@@ -122,12 +132,9 @@ class Lift:
         if any(self.writes.between(n, node) for n in tensors) or self.writes.in_place_by_position(node):
             raise NotLifted
         # A value that is computed under no_grad, or detached, must not get a gradient.
-        learns = self._learned(node) and node not in self.writes.without_gradient
-        if fake_tensor(node).is_floating_point() and not learns and any(map(self._learned, tensors)):
+        learns = requires_grad(node) and node not in self.writes.without_gradient
+        if fake_tensor(node).is_floating_point() and not learns and any(map(requires_grad, tensors)):
             raise NotLifted
-
-    def _learned(self, node: Node) -> bool:
-        return fake_tensor(node).is_floating_point() and fake_tensor(node).requires_grad
 
     def _through_view(self, node: Node, operand: Node, inside: views.Index, index: views.Index) -> Element:
         element = self.element(operand, inside)
@@ -145,18 +152,18 @@ class Lift:
 
     def _product(self, node: Node, index: views.Index) -> Score | None:
         if self.product is not None and self.product.node is node:
-            return Score() if self.product.index == index else None
+            return Score(dtype_of(node)) if self.product.index == index else None
         if self.product is None:
             self.product = product_of(node, index, self.ranges)
-            return Score() if self.product is not None else None
+            return Score(dtype_of(node)) if self.product is not None else None
         return None
 
     def _arange(self, node: Node, index: views.Index) -> Position:
         (i,) = index
         if not isinstance(i, sympy.Expr) or dtype_of(node) is None:
             raise NotLifted
-        start = node.args[0] if len(node.args) > 1 or "end" in node.kwargs else node.kwargs.get("start", 0)
-        start = start if node.args or "start" in node.kwargs else 0
+        only_end = len(node.args) == 1 and "end" not in node.kwargs
+        start = 0 if only_end else arg(node, 0, "start", 0)
         step = arg(node, 2, "step", 1)
         if not all(type(n) is int for n in (start, step)):
             raise NotLifted
@@ -168,16 +175,17 @@ class Lift:
     def _cast(self, node: Node, index: views.Index) -> Element:
         before, after = dtype_of(node.args[0]), dtype_of(node)
         element = self.element(node.args[0], views.broadcast(index, shape_of(node.args[0])))
-        if before is after or (after in HALF and before.is_floating_point):
-            # The rounding to half precision is left out. The kernel keeps the number in single precision.
+        if before is after:
             return element
+        if not after.is_floating_point:
+            self._check_exact([element])
         return Apply("call_method", "to", (element, after), {}, after)
 
     def _lookup(self, node: Node, index: views.Index) -> Element:
         """An element of a table at indices that are computed, or that are data."""
         table, entries = lookups.entries(node, index)
         found = tuple(self.element(*e) if isinstance(e, tuple) else e for e in entries)
-        if self.writes.between(table, self.last):
+        if self.writes.after(table):
             raise NotLifted
         if all(isinstance(e, Position) for e in found if isinstance(e, Element)):
             exact = tuple(e.value if isinstance(e, Position) else e for e in found)
@@ -240,10 +248,21 @@ class Lift:
             raise NotLifted
         made = {n: self.element(n, views.broadcast(index, shape_of(n))) for n in tensors}
         args, kwargs = (torch.fx.map_arg(x, made.__getitem__) for x in (node.args, dict(node.kwargs)))
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "out", "memory_format")}
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "memory_format")}
         element = Apply(kind, target, tuple(args), kwargs, dtype_of(node))
         self._check_reads(element)
+        if not element.dtype.is_floating_point or element.name in _STEPS:
+            self._check_exact(made.values())
         return element
+
+    def _check_exact(self, operands: Iterable[Element]) -> None:
+        """Raise NotLifted if a kernel would compute one of these numbers otherwise than the graph.
+
+        It does not round to half precision, and a comparison, or an index, may then be of another number altogether.
+        """
+        for operand in operands:
+            if any(isinstance(e, (Apply, Score)) and e.dtype in HALF for e in operand.walk()):
+                raise NotLifted
 
     def _promotes(self, tensors: list[Node]) -> bool:
         """Return whether the dtypes of 0-d and other operands differ: in a score_mod, all operands are 0-d."""
@@ -256,7 +275,7 @@ class Lift:
         The sum of a learned bias and a frozen one is lifted all the same, because the frozen one may be a mask.
         """
         dense = {e.node for e in element.walk() if isinstance(e, Read) and self._is_dense(e)}
-        alike = len({self._learned(n) for n in dense}) == 1
+        alike = len({requires_grad(n) for n in dense}) == 1
         if len(dense) > 1 and alike and not self.depends_on_scores(element):
             raise NotLifted
 
@@ -266,21 +285,11 @@ def line_of(node: Node) -> str:
     return user_line(node) or node.name
 
 
-def is_torch(node: Node) -> bool:
-    """Return whether a node calls a function or method of torch or an operator, and no other function of the same name."""
-    if node.op == "call_method" or node.target is getattr:
-        return True
-    name, home = called(node), getattr(node.target, "__module__", None) or ""
-    places = (torch, torch.nn.functional, torch.Tensor, torch.special)
-    native = home in ("_operator", "torch._C._nn")
-    return node.op == "call_function" and (native or any(getattr(x, name, None) is node.target for x in places))
-
-
 def drops_nothing(node: Node) -> bool:
     """Return whether a node is a dropout with probability 0, or one of inference."""
-    if op(node) != "dropout":
-        return False
-    return arg(node, 1, "p", 0.5) == 0.0 or arg(node, 2, "training", True) is False
+    # torch.dropout has another name for its last argument than the functional one.
+    training = arg(node, 2, "training", node.kwargs.get("train", True))
+    return op(node) == "dropout" and (arg(node, 1, "p", 0.5) == 0.0 or training is False)
 
 
 def _value_at(position: int, name: str) -> Any:

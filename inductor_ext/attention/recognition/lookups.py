@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...core.fx import dtype_of, indices_of, shape_of
+from ...core.fx import dtype_of, full_index, indices_of, shape_of
 from ...core.terms import arg, is_tensor, op
-from .views import Index, NotAView, broadcast, full_index
+from .views import Index, NotAView, broadcast
 
 
 def is_lookup(node: Node) -> bool:

@@ -6,7 +6,6 @@ are folded into the batch. Between the softmax and the second product may stand 
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -17,17 +16,17 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ...core.fx import cone, dtype_of, fake_tensor, shape_of
-from ...core.terms import arg, is_one, is_tensor, op, reads_shape
+from ...core.fx import cone, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of
+from ...core.terms import CASTS, arg, calls_torch, is_one, is_tensor, op, reads_shape
 from ...torch_api.sizes import statically_known_true
 from ..kinds import K, Q
 from . import views
-from .elements import Apply, Constant, Element, Position, Read, Score
+from .elements import Apply, Constant, Element, Position, Read, Score, positions_in
 from .indices import ZERO, B, H, Ranges
-from .lifting import Lift, NotAttention, is_torch, line_of
-from .masks import Masked, masked
+from .lifting import Lift, NotAttention, drops_nothing, line_of
 from .products import Operand, Product, equation, node_operands
 from .sinks import Logits, logits
+from .writes import Writes
 
 #: Stands for the channel in an index of the queries, keys or values. It is no position of a score.
 WIDTH = sympy.Symbol("d", integer=True)
@@ -38,9 +37,9 @@ class Attention:
     """An attention that is spelt out.
 
     last: the node of its result. query, key, value: nodes and their indices in b, h, q or k, and ``WIDTH``. score: the
-    modified score. scale: the factor of the product of query and key. batch: the sizes of the dims that become b and h.
-    out: for each dim of ``last``, its place among [*batch dims, query, channel]. dropout: its probability. inside: the nodes
-    of the scores and probabilities, which nothing else uses. sink: a logit that is no key's (sinks.py).
+    modified score. scale: the factor of the product of query and key. out: for each dim of ``last``, its place among
+    [*batch dims, query, channel]. dropout: its probability. inside: the nodes of the scores and probabilities, which nothing
+    else uses. sink: a logit that is no key's (sinks.py).
     """
 
     last: Node
@@ -49,30 +48,27 @@ class Attention:
     value: tuple[Node, views.Index]
     score: Element
     scale: float
-    batch: tuple[Any, ...]
     out: tuple[int, ...]
     dropout: float
     lift: Lift
     inside: frozenset[Node] = frozenset()
     sink: Element | None = None
 
-    @functools.cached_property
-    def masked(self) -> Masked:
-        """The score with its masks split off. Raises NotAttention if there may be a mask where that is not understood."""
-        return masked(self.score)
 
+def find(node: Node, writes: Writes) -> Attention | None:
+    """Return the attention of which ``node`` is the result, or None. Raises NotAttention for what only looks like one.
 
-def find(node: Node) -> Attention | None:
-    """Return the attention of which ``node`` is the result, or None. Raises NotAttention for what only looks like one."""
+    writes: the in-place operations of its graph.
+    """
     if op(node) == "scaled_dot_product_attention":
-        return _fused(node)
+        return _fused(node, writes)
     letters = equation(node)
     if letters is None:
         return None
     for which in (0, 1):
         softmax = _softmax_behind(node_operands(node)[which])
         if softmax is not None:
-            return _spelt_out(node, which, letters)
+            return _spelt_out(node, which, letters, softmax, writes)
     return None
 
 
@@ -88,9 +84,7 @@ def _softmax_behind(node: Any) -> Node | None:
     return node
 
 
-_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-_VIEWS = {"getitem", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "permute", "transpose"}
-_BETWEEN = _CASTS | _VIEWS | {"dropout", "contiguous", "clone"}
+_BETWEEN = CASTS | views.VIEWS.keys() | {"dropout"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ class _Letters:
         return _Letters(weights, values, out, batch, queries[0], keys[0], widths[0])
 
 
-def _spelt_out(node: Node, which: int, letters: tuple[str, str, str]) -> Attention | None:
+def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: Node, writes: Writes) -> Attention | None:
     dims = _Letters.of(letters[which], letters[1 - which], letters[2])
     if dims is None:
         return None
@@ -135,13 +129,13 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str]) -> Attenti
     if not statically_known_true(of_weights[dims.key] == of_values[dims.key]):
         return None
     sizes = tuple(of_result[x] for x in dims.batch)
-    split = _split_batch(sizes, _softmax_behind(probabilities))
+    split = _split_batch(sizes, softmax)
     where = _Positions(split, of_weights[dims.query], of_weights[dims.key])
     of_batch = where.of_batch if len(where.of_batch) == len(dims.batch) else [where.flat]
     at = dict(zip(dims.batch, of_batch, strict=True)) | {dims.query: Q, dims.key: K, dims.width: WIDTH}
     weight_index = views.broadcast(tuple(at[x] for x in dims.weights), shape_of(probabilities))
     found = _probabilities(probabilities, weight_index, where.ranges)
-    lift = Lift(where.ranges, node)
+    lift = Lift(where.ranges, node, writes)
     score = lift.whole(found.logits.scores, found.index)
     if lift.product is None or not lift.depends_on_scores(score):
         return None
@@ -152,8 +146,19 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str]) -> Attenti
     value_index = views.broadcast(tuple(at[x] for x in dims.values), shape_of(value))
     query, key = _sides(lift.product)
     order = tuple([*dims.batch, dims.query, dims.width].index(x) for x in dims.out)
-    value_operand = (value, value_index)
-    return Attention(node, query, key, value_operand, score, 1.0, sizes, order, found.dropout, lift, inside, sink)
+    return Attention(
+        last=node,
+        query=query,
+        key=key,
+        value=(value, value_index),
+        score=score,
+        scale=1.0,
+        out=order,
+        dropout=found.dropout,
+        lift=lift,
+        inside=inside,
+        sink=sink,
+    )
 
 
 def _split_batch(sizes: tuple[Any, ...], softmax: Node) -> tuple[Any, ...]:
@@ -216,7 +221,7 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
             if p and dropout:
                 raise NotAttention("it has two dropouts")
             dropout = dropout or p
-        elif op(node) in _CASTS:
+        elif op(node) in CASTS:
             if not dtype_of(node).is_floating_point:
                 raise NotAttention("its probabilities are cast to integers")
         else:
@@ -230,9 +235,10 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
         node = arg(node, 0, "input")
     dim = arg(node, 1, "dim")
     rank = len(shape_of(node))
-    if not isinstance(dim, int) or index[dim % rank] != K:
+    rows = [i for d, i in enumerate(index) if isinstance(dim, int) and d != dim % rank]
+    if not isinstance(dim, int) or index[dim % rank] != K or any(K in positions_in(i) for i in rows):
         raise NotAttention("the softmax is not over the keys")
-    if not is_torch(node):
+    if not calls_torch(node):
         raise NotAttention("its softmax is not torch's")
     operand = logits(node, ranges.extents[K]) if dim % rank == rank - 1 else None
     if operand is None:
@@ -248,12 +254,14 @@ def _sink(lift: Lift, found: _Probabilities) -> Element:
 
 
 def _dropout(node: Node) -> float:
+    if drops_nothing(node):
+        return 0.0
     if arg(node, 3, "inplace", False):
         raise NotAttention("its dropout is in place")
-    p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", True)
+    p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", node.kwargs.get("train", True))
     if not isinstance(p, (int, float)) or not isinstance(training, bool):
         raise NotAttention("its dropout probability is not constant")
-    return float(p) if training else 0.0
+    return float(p)
 
 
 def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
@@ -264,8 +272,9 @@ def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
     last, product = lift.last, lift.product
     operands = [] if product is None else [product.query.node, product.key.node]
     for node in operands:
-        if lift.writes.between(node, last):
-            raise NotAttention(f"its query or key is changed in place before the attention ends ({line_of(node)})")
+        # flex_attention saves them for the backward, as the product of two that need gradients does.
+        if lift.writes.after(node):
+            raise NotAttention(f"its query or key is changed in place later ({line_of(node)})")
     for node in (*after, last):
         if any(lift.writes.between(n, node) for n in node.all_input_nodes):
             raise NotAttention(f"an operand is changed in place before its use ({line_of(node)})")
@@ -284,20 +293,20 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
         others = [u for u in node.users if u not in inside and u is not last and not reads_shape(u)]
         if others:
             raise NotAttention(f"its scores or probabilities are also used elsewhere ({line_of(others[0])})")
-    for element in (e for e in lift.visited.values() if isinstance(e, Read)):
-        if not inside.isdisjoint(cone(element.node)):
-            raise NotAttention(f"a tensor that its scores read is computed from the scores ({line_of(element.node)})")
+    reads = {e.node: None for e in lift.visited.values() if isinstance(e, Read)}
+    if not inside.isdisjoint(cone(*reads)):
+        raise NotAttention("a tensor that its scores read is computed from the scores")
     return frozenset(inside)
 
 
 # ------------------------------------------------ scaled_dot_product_attention
 
 
-def _fused(node: Node) -> Attention | None:
+def _fused(node: Node, writes: Writes) -> Attention | None:
     query, key, value = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask, dropout = arg(node, 3, "attn_mask"), arg(node, 4, "dropout_p", 0.0)
     causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
-    if mask is None:
+    if not requires_grad(mask):
         return None
     if node.kwargs.get("enable_gqa"):
         raise NotAttention("it has grouped heads (enable_gqa)")
@@ -306,15 +315,15 @@ def _fused(node: Node) -> Attention | None:
     if not isinstance(causal, bool):
         raise NotAttention("is_causal is not constant")
     shapes = [shape_of(x) for x in (query, key, value)]
-    if len({len(s) for s in shapes}) > 1 or any(s[:-2] != shapes[0][:-2] for s in shapes):
+    if len({len(s) for s in shapes}) > 1 or not all(same_sizes(s[:-2], shapes[0][:-2]) for s in shapes):
         raise NotAttention("query, key and value are broadcast against each other")
     batch = tuple(shapes[0][:-2])
     where = _Positions(batch, shapes[0][-2], shapes[1][-2])
-    lift = Lift(where.ranges, node)
+    lift = Lift(where.ranges, node, writes)
     scores = (*where.of_batch, Q, K)
     _check_reads(lift, [])
     term = lift.whole(mask, views.broadcast(scores, shape_of(mask)))
-    score: Element = Score()
+    score: Element = Score(dtype_of(query))
     if dtype_of(mask) is torch.bool:
         score = _hidden(term, score, dtype_of(query))
     else:
@@ -326,9 +335,17 @@ def _fused(node: Node) -> Attention | None:
         scale = int(shapes[0][-1]) ** -0.5
     if not isinstance(scale, (int, float)):
         raise NotAttention("its scale is not constant")
-    sides = [(x, (*where.of_batch, i, WIDTH)) for x, i in ((query, Q), (key, K), (value, K))]
-    order = tuple(range(len(batch) + 2))
-    return Attention(node, *sides, score, float(scale), batch, order, float(dropout), lift)
+    return Attention(
+        last=node,
+        query=(query, (*where.of_batch, Q, WIDTH)),
+        key=(key, (*where.of_batch, K, WIDTH)),
+        value=(value, (*where.of_batch, K, WIDTH)),
+        score=score,
+        scale=float(scale),
+        out=tuple(range(len(batch) + 2)),
+        dropout=float(dropout),
+        lift=lift,
+    )
 
 
 def _hidden(condition: Element, score: Element, dtype: torch.dtype) -> Element:
@@ -363,4 +380,4 @@ def learned_terms(attention: Attention) -> list[Node]:
     """Return the tensors that the score or the sink reads and that need a gradient."""
     elements = [attention.score] if attention.sink is None else [attention.score, attention.sink]
     reads = [e.node for element in elements for e in element.walk() if isinstance(e, Read)]
-    return [n for n in reads if fake_tensor(n) is not None and fake_tensor(n).requires_grad]
+    return list(filter(requires_grad, reads))

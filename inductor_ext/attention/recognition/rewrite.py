@@ -15,12 +15,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import called, dtype_of, fake_tensor, shape_of, value_of
+from ...core.fx import called, dtype_of, fake_tensor, requires_grad, shape_of, value_of
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import op
 from ...options import Options
-from ...torch_api.graph import storage_of
+from ...torch_api.config import uses_eager_random_numbers
+from ...torch_api.graph import is_wrapper, storage_of
 from ...torch_api.higher_order import flex_attention_hop, no_block_mask
 from ...torch_api.sizes import size_hint
 from .. import kernel_dropout
@@ -28,10 +29,11 @@ from ..calls import ForwardCall
 from ..canonical import install
 from ..kinds import K, Q
 from .arrange import in_order
+from .elements import Read, Score
 from .emit import ScoreModEmitter
 from .indices import POSITIONS, B, H
 from .lifting import NotAttention, line_of
-from .masks import may_hide, shifted
+from .masks import Masks, shifted
 from .pattern import WIDTH, Attention, dtypes, find, learned_terms
 from .rows import largest
 from .sinks import shared
@@ -57,32 +59,40 @@ _OPTIONS = {
 
 def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, every attention whose scores or sink read a learned tensor by flex_attention."""
-    for node in list(gm.graph.nodes):
-        if op(node) not in ("matmul", "einsum", "scaled_dot_product_attention") or not _trains(node):
-            continue
-        where = user_line(node)
-        try:
-            attention = find(node)
-        except NotAttention as error:
-            record(NAME, "attention", STOCK, str(error), where)
-            continue
-        if attention is None or not learned_terms(attention):
-            continue
-        why = _why_stock(attention, options)
-        if why is not None:
-            record(NAME, "attention", STOCK, why, where)
+    writes = Writes(gm.graph)
+    products = ("matmul", "einsum", "scaled_dot_product_attention")
+    for node in [n for n in gm.graph.nodes if op(n) in products and requires_grad(n)]:
+        # flex_attention has no rules for DTensors and other wrappers.
+        if is_wrapper(fake_tensor(node)):
             continue
         try:
-            with gm.graph.inserting_before(node):
-                _replace(gm, attention)
+            attention = find(node, writes)
         except NotAttention as error:
-            # Only here is it known that a gradient of stock's will be slow.
-            leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
+            record(NAME, "attention", STOCK, str(error), user_line(node))
+            continue
+        if attention is not None and learned_terms(attention):
+            _replace_or_record(gm, attention, options)
 
 
-def _trains(node: Node) -> bool:
-    value = fake_tensor(node)
-    return value is not None and value.requires_grad
+def _replace_or_record(gm: GraphModule, attention: Attention, options: Options) -> None:
+    """Replace an attention that reads something learned, or record why it is left to stock."""
+    last, where = attention.last, user_line(attention.last)
+    why = _why_stock(attention, options)
+    if why is not None:
+        record(NAME, "attention", STOCK, why, where)
+        return
+    before = last.prev
+    try:
+        with gm.graph.inserting_before(last):
+            result = _replacement(gm, attention)
+    except NotAttention as error:
+        # Here it is known that the gradient of what is learned will be slow.
+        leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
+        _erase_unused(before, last)
+        return
+    last.replace_all_uses_with(result)
+    _erase_unused(before, last)
+    _erase(gm, attention)
 
 
 def _why_stock(attention: Attention, options: Options) -> str | None:
@@ -97,8 +107,10 @@ def _why_stock(attention: Attention, options: Options) -> str | None:
         return f"{disabled!r}, which would compute it, is disabled"
     if attention.dropout == 1.0:
         return "its dropout drops everything"
-    if attention.dropout and options.verify:
-        return "verify compares with eager mode, and a kernel would draw other random numbers for its dropout"
+    if attention.dropout and uses_eager_random_numbers():
+        return "its dropout would draw other random numbers in a kernel than in eager mode (fallback_random)"
+    if options.deterministic and (why := _why_not_deterministic(attention, device)) is not None:
+        return why
     extents = attention.lift.ranges.extents
     lengths = [size_hint(extents[p]) for p in (Q, K)]
     if any(n is None or n < SHORTEST for n in lengths):
@@ -106,36 +118,40 @@ def _why_stock(attention: Attention, options: Options) -> str | None:
     scores = [size_hint(n) for n in extents.values()]
     if device.type == "cpu" and (None in scores or math.prod(scores) < FEWEST_ON_CPU):
         return "stock is faster on a CPU, if the scores are not very many"
-    widths = [shape_of(node)[index.index(WIDTH)] for node, index in (attention.query, attention.value)]
+    widths = [shape_of(n)[index.index(WIDTH)] if WIDTH in index else 1 for n, index in (attention.query, attention.value)]
     # A kernel is made for one width, so a symbolic one becomes a guard.
     if any(int(n) < SHORTEST for n in widths):
         return f"its heads have fewer than {SHORTEST} channels"
     return None
 
 
-def _replace(gm: GraphModule, attention: Attention) -> None:
-    last, lift = attention.last, attention.lift
+def _why_not_deterministic(attention: Attention, device: torch.device) -> str | None:
+    """Return why the option deterministic would raise an error for the flex_attention that replaces an attention."""
+    if device.type == "cpu" and not torch.are_deterministic_algorithms_enabled():
+        return "on a CPU, its deterministic gradients need torch.use_deterministic_algorithms(True)"
+    reads = [e for e in attention.score.walk() if isinstance(e, Read)]
+    if any(isinstance(e, Score) for read in reads for e in read.walk()):
+        return "it reads a tensor at an index that depends on the scores, which is not deterministic"
+    return None
+
+
+def _replacement(gm: GraphModule, attention: Attention) -> Node:
+    """Insert the attention as flex_attention, and return the node of what its last node computed. May raise NotAttention."""
+    last, ranges = attention.last, attention.lift.ranges
     outer = Inserter(gm.graph, last)
-    dtype = dtype_of(last)
-    operands = []
-    for (node, index), along in zip((attention.query, attention.key, attention.value), (Q, K, K), strict=True):
-        arranged = in_order(outer, node, index, (B, H, along, WIDTH), lift.ranges)
-        if arranged is None:
-            raise NotAttention(f"an operand is not laid out by batch, head, position and channel ({line_of(node)})")
-        operands.append(arranged if dtype_of(arranged) is dtype else outer.method("to", arranged, dtype))
-    query, key, value = operands
-    device = value_of(query).device
-    emitter = ScoreModEmitter(outer, last, value_of(query), lift.ranges)
-    score, masks = attention.masked.score, attention.masked.masks
+    query, key, value = _operands(outer, attention)
+    like = value_of(query)
+    emitter = ScoreModEmitter(outer, last, like, ranges)
+    score, masks = attention.score, Masks(ranges).row_maximum_of(attention.score)
     scale = attention.scale * emitter.scaled(score)
     row = None
-    if masks is not None and may_hide(masks):
-        row = largest(outer, masks, lift.ranges, device)
+    if masks is not None:
+        row = largest(outer, masks, ranges, like.device)
         score = shifted(score, row)
     score_mod = emitter.module(score)
-    ones = outer.function(torch.ones, [1, 1, 1], dtype=torch.int32, device=device)
-    zeros = outer.function(torch.zeros, [1, 1, 1, 1], dtype=torch.int32, device=device)
-    mask_mod = install(gm, "mask_mod", _mask_mod(last, value_of(query)))
+    ones = outer.function(torch.ones, [1, 1, 1], dtype=torch.int32, device=like.device)
+    zeros = outer.function(torch.zeros, [1, 1, 1, 1], dtype=torch.int32, device=like.device)
+    mask_mod = install(gm, "mask_mod", _mask_mod(last, like))
     call = ForwardCall(
         query,
         key,
@@ -146,22 +162,48 @@ def _replace(gm: GraphModule, attention: Attention) -> None:
         {**_OPTIONS, **kernel_dropout.dropout(attention.dropout)},
         tuple(emitter.captured),
     )
-    fused = gm.graph.call_function(flex_attention_hop, call.operands())
-    fused.meta = {k: v for k, v in last.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
-    fused.meta["example_value"] = _results(value_of(query), value_of(value))
+    fused = outer.call(flex_attention_hop, call.operands(), lambda: _results(like, value_of(value)))
+    learned = len(set(learned_terms(attention)))
+    why = f"its score_mod captures {len(emitter.captured)} tensors; {learned} are learned"
+    why += "" if attention.sink is None else ", with its sink"
+    record(NAME, "attention", "flex_attention", why, user_line(fused))
+    return _result(outer, fused, row, attention)
+
+
+def _operands(outer: Inserter, attention: Attention) -> list[Node]:
+    """Return query, key and value with the dims b, h, position and channel, in the dtype of the result."""
+    operands = []
+    dtype = dtype_of(attention.last)
+    for (node, index), along in zip((attention.query, attention.key, attention.value), (Q, K, K), strict=True):
+        arranged = in_order(outer, node, index, (B, H, along, WIDTH), attention.lift.ranges)
+        if arranged is None:
+            raise NotAttention(f"an operand is not laid out by batch, head, position and channel ({line_of(node)})")
+        operands.append(arranged if dtype_of(arranged) is dtype else outer.method("to", arranged, dtype))
+    return operands
+
+
+def _result(outer: Inserter, fused: Node, row: Read | None, attention: Attention) -> Node:
+    """Return the result of an attention from those of flex_attention. row: what was subtracted from each row of scores."""
+    last, lift = attention.last, attention.lift
     result = outer.function(operator.getitem, fused, 0)
     if attention.sink is not None:
         result = shared(outer, result, outer.function(operator.getitem, fused, 1), attention.sink, row, lift.ranges)
     result = _as_before(outer, result, attention)
     # flex_attention saves its output for the backward, so that nothing may write to that.
     if lift.writes.after(last) or _layout_matters(last) or _copies_may_change(last, lift.writes):
-        result = outer.method("clone", result, memory_format=torch.contiguous_format)
-    last.replace_all_uses_with(result)
-    _erase(gm, attention)
-    learned = len(set(learned_terms(attention)))
-    why = f"its score_mod captures {len(emitter.captured)} tensors; {learned} are learned"
-    why += "" if attention.sink is None else ", with its sink"
-    record(NAME, "attention", "flex_attention", why, user_line(fused))
+        result = _laid_out_as(outer, result, last)
+    return result
+
+
+def _laid_out_as(outer: Inserter, result: Node, last: Node) -> Node:
+    """Return a copy with the dims in memory in the order in which ``last`` has them."""
+    strides = [size_hint(n) for n in fake_tensor(last).stride()]
+    order = sorted(range(len(strides)), key=lambda d: -(strides[d] or 0))
+    back = [order.index(d) for d in range(len(order))]
+    if order == back == sorted(order):
+        return outer.method("clone", result, memory_format=torch.contiguous_format)
+    copy = outer.method("clone", outer.method("permute", result, order), memory_format=torch.contiguous_format)
+    return outer.method("permute", copy, back)
 
 
 def _mask_mod(like: Node, query: torch.Tensor) -> GraphModule:
@@ -175,9 +217,8 @@ def _mask_mod(like: Node, query: torch.Tensor) -> GraphModule:
 
 def _results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values like those of flex_attention: the output, the logsumexp and the maximum of each row."""
-    with torch.no_grad():
-        row = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
-    return query[..., :1] * value[..., :1, :], row, row
+    row = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+    return query[..., :1] * value[..., :1, :], torch.zeros_like(row, requires_grad=True), row
 
 
 def _as_before(outer: Inserter, result: Node, attention: Attention) -> Node:
@@ -193,8 +234,8 @@ def _as_before(outer: Inserter, result: Node, attention: Attention) -> Node:
 
 
 def _layout_matters(last: Node) -> bool:
-    """Return whether a contiguous result must stay contiguous. The kernel's result has the layout of the query."""
-    return fake_tensor(last).is_contiguous() and not all(called(user) in _ANY_LAYOUT for user in _users(last))
+    """Return whether something may need the layout or the memory of the result. The kernel's has the layout of the query."""
+    return not all(called(user) in _ANY_LAYOUT for user in _users(last))
 
 
 def _copies_may_change(last: Node, writes: Writes) -> bool:
@@ -217,11 +258,20 @@ _MAY_COPY = {"contiguous", "reshape", "flatten"}
 _ANY_LAYOUT = _MAY_COPY | {"linear", "size"}
 
 
+def _erase_unused(before: Node, last: Node) -> None:
+    """Erase the new nodes between these two that nothing uses: a view was only tried, or the attention was refused."""
+    node = last.prev
+    while node is not before:
+        node, inserted = node.prev, node
+        if not inserted.users:
+            last.graph.erase_node(inserted)
+
+
 def _erase(gm: GraphModule, attention: Attention) -> None:
     """Erase what only the attention used. Dead dropout and in-place operations would stay in the graph otherwise."""
     dead = {attention.last, *attention.inside}
     own = {storage_of(x) for n in dead if (x := fake_tensor(n)) is not None and not changes_in_place(n)}
-    for node in [n for n in reversed(list(gm.graph.nodes)) if n in dead]:
+    for node in sorted(dead, reverse=True):
         outside = changes_in_place(node) and storage_of(fake_tensor(node)) not in own
         if not node.users and not outside:
             gm.graph.erase_node(node)

@@ -10,18 +10,18 @@ import torch
 from torch.fx import Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import dtype_of, shape_of
+from ...core.fx import dtype_of, requires_grad, shape_of
 from ...core.terms import is_one
 from ..kinds import K, Q
 from .arrange import in_order, on_device
 from .elements import Element, Read
 from .evaluate import Evaluator
 from .indices import POSITIONS, B, H, Ranges
-from .masks import LOWEST_UNSHIFTED
+from .masks import FAR
 
 
 def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.device) -> Read:
-    """Return a read of the largest number of each row, if that is low and finite, otherwise of 0."""
+    """Return a read of the largest number of each row, if that is far from zero and finite, otherwise of 0."""
     return _Rows(outer, ranges, device).largest(masks)
 
 
@@ -43,9 +43,12 @@ class _Rows(Evaluator):
             tensor = self.outer.method("to", tensor, torch.float32)
         sizes = list(shape_of(tensor))
         tensor = self.outer.method("amax", tensor, POSITIONS.index(K))
-        low = self.outer.function(operator.lt, tensor, LOWEST_UNSHIFTED)
-        hidden = self.outer.function(operator.and_, low, self.outer.function(torch.isfinite, tensor))
-        row = self.outer.function(torch.where, hidden, tensor, 0.0)
+        if requires_grad(tensor):
+            # Softmax does not change with what is subtracted, so that this has no gradient.
+            tensor = self.outer.method("detach", tensor)
+        far = self.outer.function(operator.gt, self.outer.function(torch.abs, tensor), FAR)
+        far = self.outer.function(operator.and_, far, self.outer.function(torch.isfinite, tensor))
+        row = self.outer.function(torch.where, far, tensor, 0.0)
         # The row keeps a dim of queries even if it is the same for all. Otherwise it could be added to a mask of the keys
         # outside the kernel, and the result be 0 where eager code adds the lowest number and so rounds the score away.
         queries = self.ranges.extents[Q]

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from ...core.dynamo_graph import Inserter
 from ...core.fx import dtype_of, shape_of, working_dtype
-from ...core.terms import arg, is_one, op
+from ...core.terms import arg, binary, is_along_last, is_one, maximum_of, op
 from ...torch_api.sizes import statically_known_true
 from .elements import Element, Read
 from .indices import Ranges
@@ -50,16 +50,15 @@ def logits(softmax: Node, keys: Any) -> Logits | None:
 
 def _before_shift(node: Any) -> tuple[Node, tuple[Node, ...]] | None:
     """Return x of ``x - x.max(-1, keepdim=True).values``, which has the same softmax, and the nodes of the maximum."""
-    if op(node) != "sub" or len(node.args) != 2 or node.kwargs:
+    if not binary(node, "sub"):
         return None
     x, largest = node.args
-    inside: tuple[Node, ...] = (largest,) if isinstance(largest, Node) else ()
-    if op(largest) in ("getitem", ".values") and arg(largest, 1, "") in (0, "values"):
-        largest = largest.args[0]
-        inside = (*inside, largest)
-    along = isinstance(largest, Node) and op(largest) in ("max", "amax") and arg(largest, 1, "dim") in (-1, [-1], (-1,))
-    kept = along and arg(largest, 2, "keepdim", False) is True
-    return (x, inside) if kept and arg(largest, 0, "input") is x else None
+    found = maximum_of(largest)
+    if found is None:
+        return None
+    reduction, inside = found
+    kept = is_along_last(reduction) and arg(reduction, 2, "keepdim", False) is True
+    return (x, tuple(inside)) if kept and arg(reduction, 0, "input") is x else None
 
 
 def shared(outer: Inserter, out: Node, logsumexp: Node, sink: Element, row: Read | None, ranges: Ranges) -> Node:
@@ -70,9 +69,11 @@ def shared(outer: Inserter, out: Node, logsumexp: Node, sink: Element, row: Read
     device = out.meta["example_value"].device
     dtype = working_dtype(dtype_of(out))
     known = outer.method("unsqueeze", outer.function(operator.mul, logsumexp, math.log(2)), -1)
+    moved = evaluate(outer, sink, ranges, device)
     if row is not None:
-        known = outer.function(operator.add, known, evaluate(outer, row, ranges, device))
-    over_sink = outer.function(operator.sub, known, evaluate(outer, sink, ranges, device))
+        # The row may be far from zero. If the sink is too, the difference is exact, and the sum with the logsumexp is not.
+        moved = outer.function(operator.sub, moved, evaluate(outer, row, ranges, device))
+    over_sink = outer.function(operator.sub, known, moved)
     # The gradient of sigmoid itself, s * (1 - s), has no precision where the sink gets a small part.
     part = outer.method("to", outer.function(torch.exp, outer.function(logsigmoid, over_sink)), dtype)
     return outer.method("to", outer.function(operator.mul, out, part), dtype_of(out))

@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ...core.fx import dtype_of, indices_of, shape_of
+from ...core.fx import dtype_of, full_index, indices_of, shape_of
 from ...core.terms import arg, is_one, is_tensor, op
 from ...torch_api.sizes import statically_known_true
 from .indices import ZERO, Ranges
@@ -30,7 +30,7 @@ def source(node: Node, index: Index, ranges: Ranges) -> tuple[Node, Index]:
     """Return the operand of which ``node`` is a view, and the index of the element there. Raises NotAView for other ops."""
     name = op(node)
     # ``x.view(torch.int32)`` reads the same bytes as other numbers.
-    known = set(node.kwargs) <= {"dim", "dim0", "dim1", "start", "length", "index", "repeats", "memory_format"}
+    known = set(node.kwargs) <= {"dim", "dims", "dim0", "dim1", "start", "length", "index", "repeats", "memory_format"}
     if (
         name not in VIEWS
         or not known
@@ -175,16 +175,6 @@ def _getitem(node: Node, index: Index, ranges: Ranges) -> Index:
         else:
             raise NotAView
     return tuple(found)
-
-
-def full_index(entries: Sequence[Any], rank: int) -> list[Any]:
-    """Return the entries in brackets without an ellipsis, and with a slice for each dim that they do not name."""
-    if any(e is Ellipsis for e in entries):
-        at = [e is Ellipsis for e in entries].index(True)
-    else:
-        at, entries = len(entries), [*entries, Ellipsis]
-    missing = rank - sum(e is not None and e is not Ellipsis for e in entries)
-    return [*entries[:at], *[slice(None)] * missing, *entries[at + 1 :]]
 
 
 def _sliced(entry: slice, index: Any, size: Any) -> Any:

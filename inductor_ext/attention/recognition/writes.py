@@ -5,51 +5,48 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from ...core.fx import called, fake_tensor
-from ...core.purity import changes_in_place, sets_gradient_mode
-from ...core.terms import op
+from ...core.purity import changes_in_place, without_gradient, written_operands
+from ...core.terms import CASTS, op
 from ...torch_api.graph import OpOverload, storage_of
+from ...torch_api.higher_order import is_kernel_that_writes
 from .views import VIEWS
 
 
 class Writes:
-    """The in-place operations of a graph, by the storage that they change, and the nodes that are computed under no_grad."""
+    """The in-place operations of a graph, by the storage that they change, and the nodes that are computed under no_grad.
+
+    It stays valid while attention is replaced, because that neither adds a write nor moves one.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self._at: dict[int, list[int]] = {}
-        self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self.without_gradient: set[Node] = set()
-        gradients = True
-        for node, i in self._order.items():
-            if sets_gradient_mode(node):
-                gradients = bool(node.args[0]) if node.args else True
-            elif not gradients:
-                self.without_gradient.add(node)
+        self.without_gradient = without_gradient(graph.nodes)
+        self._at: dict[int, list[Node]] = {}
+        for node in graph.nodes:
             for written in _written(node):
                 value = fake_tensor(written)
                 if value is not None:
-                    self._at.setdefault(storage_of(value), []).append(i)
+                    self._at.setdefault(storage_of(value), []).append(node)
 
     def between(self, node: Node, reader: Node) -> bool:
         """Return whether the memory of ``node`` changes after it is computed and before ``reader`` reads it."""
-        return any(self._order[node] < i < self._order[reader] for i in self._of(node))
+        return any(node < write < reader for write in self._of(node))
 
     def after(self, node: Node) -> bool:
         """Return whether the memory of ``node`` changes after it is computed."""
-        return any(i > self._order[node] for i in self._of(node))
+        return any(write > node for write in self._of(node))
 
     def in_place_by_position(self, node: Node) -> bool:
         """Return whether a node writes to its operand although its name does not say so: ``leaky_relu(x, 0.2, True)``."""
         return not changes_in_place(node) and bool(_written(node))
 
-    def _of(self, node: Node) -> list[int]:
+    def _of(self, node: Node) -> list[Node]:
         value = fake_tensor(node)
         return [] if value is None else self._at.get(storage_of(value), [])
 
 
 #: Ops that return their operand or a view of it.
-_CASTS = "to type type_as float double half bfloat16 long int bool"
 _MORE_VIEWS = "detach alias dropout pad diagonal unbind split chunk unfold real movedim ravel view_as_real positive"
-_SHARE = {*VIEWS, *_CASTS.split(), *_MORE_VIEWS.split()}
+_SHARE = {*VIEWS, *CASTS, *_MORE_VIEWS.split()}
 
 
 def _written(node: Node) -> list[Node]:
@@ -60,7 +57,9 @@ def _written(node: Node) -> list[Node]:
         out = node.kwargs.get("out")
         lists = [x for a in node.args[:1] if isinstance(a, (list, tuple)) for x in a]
         return [x for x in (*node.args[:1], *lists, out) if isinstance(x, Node)]
-    if (isinstance(node.target, OpOverload) and node.target._schema.is_mutable) or "mutation" in str(node.target):
+    if isinstance(node.target, OpOverload):
+        return written_operands(node)
+    if is_kernel_that_writes(node.target):
         return list(node.all_input_nodes)
     value, first = fake_tensor(node), node.args[0] if node.args else None
     shares = value is not None and fake_tensor(first) is not None and storage_of(value) == storage_of(fake_tensor(first))

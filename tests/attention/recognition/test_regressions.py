@@ -1,22 +1,14 @@
-"""Programs for which recognition was wrong once: masks, writes, gradient modes, shapes and lookups at the edges."""
+"""Programs for which recognition was wrong once: writes, gradient modes, dtypes, shapes and lookups at the edges."""
 
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.soundness.check import check_matches_eager
-
-from .spellings import LOWEST, B, D, H, S
+from .spellings import B, D, H, S
 from .test_traps import decisions, randn, tensors
-
-LENGTHS = torch.ones(B, 1, 1, S, dtype=torch.bool)
-LENGTHS[0, ..., 20:], LENGTHS[1] = False, False
-
-
-def frozen(value, exists=LENGTHS):
-    return torch.where(exists, 0.0, value)
 
 
 def bias(*shape):
@@ -26,106 +18,6 @@ def bias(*shape):
 def paths(function, *inputs):
     """Compare with eager code, and return what became of each attention that was found."""
     return [d.path for d in decisions(function, *inputs)]
-
-
-def added(q, k, v, b, m):
-    return (q @ k.mT * 0.25 + b + m).softmax(-1) @ v
-
-
-def added_to_the_bias(q, k, v, b, m):
-    return (q @ k.mT * 0.25 + (b + m)).softmax(-1) @ v
-
-
-def longer(q, k, v, b, m):
-    return (q @ k.mT + b + ((1.0 - m) * LOWEST)[..., :S]).softmax(-1) @ v
-
-
-def of_another_sign(q, k, v, b, e):
-    return (q @ k.mT + b - 1e30 * (~e).float()).softmax(-1) @ v
-
-
-def of_a_tensor(q, k, v, b, e):
-    return (torch.where(e, q @ k.mT, torch.tensor(LOWEST)) + b).softmax(-1) @ v
-
-
-def of_integers(q, k, v, b, e):
-    return (q @ k.mT + b).masked_fill(~e, -(10**9)).softmax(-1) @ v
-
-
-def compared(q, k, v, b, m):
-    return (q @ k.mT + b).masked_fill(m == LOWEST, -5.0).softmax(-1) @ v
-
-
-def looked_up(q, k, v, b, table):
-    block = torch.arange(S) // 8
-    return (q @ k.mT + b + table[block[:, None], block]).softmax(-1) @ v
-
-
-#: The lowest number, other low ones, and two that are added.
-MASKS = {
-    "lowest": (added, frozen(LOWEST)),
-    "nearly_the_lowest": (added, frozen(-3e38)),
-    "beside_the_bias": (added_to_the_bias, frozen(LOWEST).expand(B, 1, S, S) + 0.0),
-    "longer_than_the_keys": (longer, torch.ones(B, 1, 1, S + 8).masked_fill(torch.arange(S + 8) > 5, 0.0)),
-    "of_another_sign": (of_another_sign, LENGTHS),
-    "of_a_tensor": (of_a_tensor, LENGTHS),
-    "of_integers": (of_integers, LENGTHS),
-    "compared": (compared, frozen(LOWEST)),
-    "looked_up": (looked_up, torch.tensor([0.0, -1e9, LOWEST, LOWEST]).repeat(4, 1)),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name):
-    function, mask = MASKS[name]
-    assert paths(function, *tensors(), bias(), mask) == ["flex_attention"]
-
-
-CHOSEN = {
-    "by_scores": lambda q, k, v, b: torch.where(q @ k.mT > 0, q @ k.mT + b, -1e9).softmax(-1) @ v,
-    "by_a_bias": lambda q, k, v, b: (q @ k.mT + b).masked_fill(b <= 0.1, -1e9).softmax(-1) @ v,
-}
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_masks_that_are_learned_stay_with_stock(name):
-    assert "flex_attention" not in paths(CHOSEN[name], *tensors(), bias())
-
-
-def test_double_precision_is_kept():
-    inputs = [x.detach().double().requires_grad_() for x in (*tensors(), bias())]
-    check_matches_eager(added, *inputs, frozen(-1e4).double(), tolerance=1e-12)
-
-
-def test_the_lowest_number_of_double_precision():
-    """It is infinite in fp32, in which nothing of a mask may be computed."""
-
-    def function(q, k, v, b, exists):
-        return (q @ k.mT + b).masked_fill(~exists, torch.finfo(q.dtype).min).softmax(-1) @ v
-
-    inputs = [x.detach().double().requires_grad_() for x in (*tensors(), bias())]
-    check_matches_eager(function, *inputs, LENGTHS, tolerance=1e-12)
-
-
-def test_a_sink_far_below_the_scores():
-    """The gradient of the sink is the small part of the probability that it gets."""
-
-    def function(q, k, v, b, sink):
-        logits = torch.cat([q @ k.mT + b + 12.0, sink.expand(B, H, S, 1)], -1)
-        return logits.softmax(-1)[..., :-1] @ v
-
-    assert paths(function, *tensors(), bias(), randn(H, 1, 1)) == ["flex_attention"]
-
-
-def test_a_row_of_minus_infinity_is_zero_in_sdpa():
-    mask = torch.zeros(B, 1, 1, S)
-    mask[1] = -torch.inf
-    check_matches_eager(
-        lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, attn_mask=b + torch.where(mask < 0, -torch.inf, 0.0)),
-        *tensors(),
-        bias(),
-        exact=True,
-    )
 
 
 def attend(q, k, v, b):
@@ -205,7 +97,52 @@ def probabilities_as_integers(q, k, v, b):
 
 def keyword_arguments(q, k, v, b):
     b = torch.unsqueeze(input=torch.permute(b[0], dims=(0, 1, 2)), dim=0)
+    ends = torch.arange(start=0, end=S)[:, None] * torch.arange(end=S, start=0, step=1) * 0.0 + torch.arange(end=S) * 0.1
+    b = b + ends
     return attend(q, k, v, torch.tril(input=b.swapaxes(axis0=-1, axis1=-2)))
+
+
+def results_in_memory_of_others(q, k, v, b):
+    """``tanh`` with ``out`` is not ``tan``, which is the name without its last letter."""
+    distance = (torch.arange(S)[:, None] - torch.arange(S)) * 0.03
+    other = torch.exp2(distance, out=torch.zeros(S, S)) + torch.erfc(distance, out=torch.zeros(S, S))
+    return attend(q, k, v, b + torch.tanh(distance, out=torch.zeros(S, S)) + other)
+
+
+def a_long_expression(q, k, v, b):
+    scores = q @ k.mT + b
+    for _ in range(400):
+        scores = scores * 0.99 + 0.01
+    return scores.softmax(-1) @ v
+
+
+def a_long_bias(q, k, v, b):
+    for _ in range(400):
+        b = b * 0.99 + 0.01
+    return attend(q, k, v, b)
+
+
+def a_mask_is_written_to_afterwards(q, k, v, b):
+    mask = b.detach().clone()
+    out = attend(q, k, v, b + mask)
+    return out + mask.add_(1.0).sum()
+
+
+def queries_change_afterwards(q, k, v, b):
+    q = q * 1.0
+    out = attend(q, k.detach(), v, b)
+    q += 1
+    return out + q
+
+
+def dropout_of_inference(q, k, v, b):
+    return torch.dropout((q @ k.mT + b).softmax(-1), 0.5, train=False) @ v
+
+
+def a_diagonal_of_rows(q, k, v, b):
+    """Each probability is of another row."""
+    p = (q[0, 0] @ k[0, 0].mT)[:, None] + b[0, 0]
+    return p.softmax(-1).reshape(S, -1)[:, :: S + 1] @ v[0, 0]
 
 
 #: What becomes of each attention of a function, if it is found at all.
@@ -221,12 +158,110 @@ EFFECTS = {
     a_residual_in_place: ["flex_attention"],
     probabilities_as_integers: ["flex_attention", "stock"],
     keyword_arguments: ["flex_attention"],
+    results_in_memory_of_others: ["flex_attention"],
+    a_long_expression: [],
+    a_long_bias: ["flex_attention"],
+    a_mask_is_written_to_afterwards: ["flex_attention"],
+    queries_change_afterwards: ["stock"],
+    dropout_of_inference: ["flex_attention"],
+    a_diagonal_of_rows: ["stock"],
 }
 
 
 @pytest.mark.parametrize("function", EFFECTS, ids=lambda f: f.__name__)
 def test_effects(function):
     assert paths(function, *tensors(), bias()) == EFFECTS[function]
+
+
+SEGMENTS = (torch.arange(S)[None] // 8 + 1000.0).expand(B, S).contiguous()
+ROUNDED = {
+    "positions": lambda s, x: s.masked_fill(_in_half(256)[:, None] < _in_half(256), -1e4),
+    "segments": lambda s, x: s.masked_fill(x.bfloat16()[:, None, :, None] != x.bfloat16()[:, None, None, :], -1e4),
+    "infinities": lambda s, x: s.masked_fill((x * 1e3).half().isinf()[:, None, None], -1e4),
+}
+
+
+def _in_half(start):
+    return (torch.arange(S) + start).to(torch.float32).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_comparison_of_rounded_numbers(name):
+    """Integers above 256 are equal in bf16 to their neighbours."""
+    function = lambda q, k, v, b, x: ROUNDED[name](q @ k.mT + b, x).softmax(-1) @ v  # noqa: E731
+    assert paths(function, *tensors(), bias(), SEGMENTS) == ["flex_attention"]
+
+
+def test_a_distance_that_is_rounded_is_an_index():
+    index = lambda: (_in_half(256)[:, None] - torch.arange(S)).to(torch.bfloat16).long() - 200  # noqa: E731
+    function = lambda q, k, v, w: attend(q, k, v, w[:, index()])  # noqa: E731
+    assert paths(function, *tensors(), randn(H, 100)) == ["flex_attention"]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp], ids=lambda f: f.__name__)
+def test_transforms_of_functions(transform):
+    def function(q, k, v, b):
+        if transform is torch.func.grad:
+            return transform(lambda q: attend(q, k, v, b).square().sum())(q)
+        return transform(lambda q: attend(q, k, v, b), q)[0]
+
+    assert paths(function, *(x.detach().double().requires_grad_() for x in (*tensors(), bias()))) == []
+
+
+def test_tensors_that_wrap_others():
+    inputs = [TwoTensor(x.detach(), x.detach() * 2).requires_grad_() for x in (*tensors(), bias())]
+    out = torch.compile(attend, backend="gradfuse", fullgraph=True)(*inputs)
+    expected = attend(*inputs)
+    assert (out.a - expected.a).norm() <= 1e-5 * expected.a.norm() and (
+        out.b - expected.b
+    ).norm() <= 1e-5 * expected.b.norm()
+    out.sum().backward()
+    assert inputs[3].grad is not None
+
+
+@pytest.mark.parametrize("widths", [(1, D), (D, 1)])
+def test_one_channel(widths):
+    qk, of_values = widths
+    assert paths(attend, randn(B, H, S, qk), randn(B, H, S, qk), randn(B, H, S, of_values), bias()) == ["stock"]
+
+
+def test_deterministic_on_a_cpu():
+    """The kernels of a CPU would ask for torch.use_deterministic_algorithms, which a model that is spelt out need not know."""
+    (found,) = decisions(attend, *tensors(), bias(), options={"deterministic": True})
+    assert found.path == "stock"
+
+
+def test_the_memory_and_the_layout_of_the_result():
+    """A product whose result is not contiguous: it may be viewed, and written to after the graph."""
+
+    def function(q, k, v, b):
+        p = (torch.einsum("bqhd,bkhd->bhqk", q, k) + b).softmax(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", p, v)
+        return out, out.transpose(1, 2).view(B * H, S, D)
+
+    results = []
+    for run in (torch.compile(function, backend="gradfuse", fullgraph=True), function):
+        inputs = [*(randn(B, S, H, D) for _ in range(3)), bias()]
+        out, viewed = run(*inputs)
+        assert out.stride() == (S * H * D, D, S * D, 1) and viewed.is_contiguous()
+        out += 1.0
+        results.append(torch.autograd.grad(out.square().sum() + viewed.sum(), inputs))
+    assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
+
+
+def test_inference_mode():
+    """Eager code refuses to multiply such probabilities by what needs a gradient; compiled code does not."""
+
+    def function(q, k, v, b):
+        scores = q @ k.mT + b
+        with torch.inference_mode():
+            p = scores.softmax(-1)
+        return p @ v
+
+    inputs = [*tensors(), bias()]
+    out = torch.compile(function, backend="gradfuse", fullgraph=True)(*inputs)
+    gradients = torch.autograd.grad(out.sum(), inputs, allow_unused=True)
+    assert [g is None for g in gradients] == [True, True, False, True]
 
 
 def test_a_copy_of_the_result_in_place():

@@ -1,0 +1,169 @@
+"""Masks beside a learned bias, of every size and sign: rows that are masked as a whole, and rows that are not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.soundness.check import check_matches_eager
+
+from .spellings import LOWEST, B, H, S
+from .test_regressions import attend, bias, paths
+from .test_traps import decisions, randn, tensors
+
+LENGTHS = torch.ones(B, 1, 1, S, dtype=torch.bool)
+LENGTHS[0, ..., 20:], LENGTHS[1] = False, False
+
+
+def frozen(value, exists=LENGTHS):
+    return torch.where(exists, 0.0, value)
+
+
+def added(q, k, v, b, m):
+    return (q @ k.mT * 0.25 + b + m).softmax(-1) @ v
+
+
+def added_to_the_bias(q, k, v, b, m):
+    return (q @ k.mT * 0.25 + (b + m)).softmax(-1) @ v
+
+
+def longer(q, k, v, b, m):
+    return (q @ k.mT + b + ((1.0 - m) * LOWEST)[..., :S]).softmax(-1) @ v
+
+
+def of_another_sign(q, k, v, b, e):
+    return (q @ k.mT + b - 1e30 * (~e).float()).softmax(-1) @ v
+
+
+def of_a_tensor(q, k, v, b, e):
+    return (torch.where(e, q @ k.mT, torch.tensor(LOWEST)) + b).softmax(-1) @ v
+
+
+def of_integers(q, k, v, b, e):
+    return (q @ k.mT + b).masked_fill(~e, -(10**9)).softmax(-1) @ v
+
+
+def compared(q, k, v, b, m):
+    return (q @ k.mT + b).masked_fill(m == LOWEST, -5.0).softmax(-1) @ v
+
+
+def looked_up(q, k, v, b, table):
+    block = torch.arange(S) // 8
+    return (q @ k.mT + b + table[block[:, None], block]).softmax(-1) @ v
+
+
+#: The lowest number, other low ones, and two that are added.
+MASKS = {
+    "lowest": (added, frozen(LOWEST)),
+    "nearly_the_lowest": (added, frozen(-3e38)),
+    "beside_the_bias": (added_to_the_bias, frozen(LOWEST).expand(B, 1, S, S) + 0.0),
+    "longer_than_the_keys": (longer, torch.ones(B, 1, 1, S + 8).masked_fill(torch.arange(S + 8) > 5, 0.0)),
+    "of_another_sign": (of_another_sign, LENGTHS),
+    "of_a_tensor": (of_a_tensor, LENGTHS),
+    "of_integers": (of_integers, LENGTHS),
+    "compared": (compared, frozen(LOWEST)),
+    "looked_up": (looked_up, torch.tensor([0.0, -1e9, LOWEST, LOWEST]).repeat(4, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    function, mask = MASKS[name]
+    assert paths(function, *tensors(), bias(), mask) == ["flex_attention"]
+
+
+CHOSEN = {
+    "by_scores": lambda q, k, v, b: torch.where(q @ k.mT > 0, q @ k.mT + b, -1e9).softmax(-1) @ v,
+    "by_a_bias": lambda q, k, v, b: (q @ k.mT + b).masked_fill(b <= 0.1, -1e9).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_masks_that_are_learned_stay_with_stock(name):
+    assert "flex_attention" not in paths(CHOSEN[name], *tensors(), bias())
+
+
+def test_double_precision_is_kept():
+    inputs = [x.detach().double().requires_grad_() for x in (*tensors(), bias())]
+    check_matches_eager(added, *inputs, frozen(-1e4).double(), tolerance=1e-12)
+
+
+def test_the_lowest_number_of_double_precision():
+    """It is infinite in fp32, in which nothing of a mask may be computed."""
+
+    def function(q, k, v, b, exists):
+        return (q @ k.mT + b).masked_fill(~exists, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+    inputs = [x.detach().double().requires_grad_() for x in (*tensors(), bias())]
+    check_matches_eager(function, *inputs, LENGTHS, tolerance=1e-12)
+
+
+def test_a_sink_far_below_the_scores():
+    """The gradient of the sink is the small part of the probability that it gets."""
+
+    def function(q, k, v, b, sink):
+        logits = torch.cat([q @ k.mT + b + 12.0, sink.expand(B, H, S, 1)], -1)
+        return logits.softmax(-1)[..., :-1] @ v
+
+    assert paths(function, *tensors(), bias(), randn(H, 1, 1)) == ["flex_attention"]
+
+
+def test_a_row_of_minus_infinity_is_zero_in_sdpa():
+    mask = torch.zeros(B, 1, 1, S)
+    mask[1] = -torch.inf
+    check_matches_eager(
+        lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, attn_mask=b + torch.where(mask < 0, -torch.inf, 0.0)),
+        *tensors(),
+        bias(),
+        exact=True,
+    )
+
+
+FAR_FROM_ZERO = {
+    "integers": lambda s, m: s + (m.long() - 1) * 10**9,
+    "small_integers": lambda s, m: s + (m.long() - 1) * 10000,
+    "as_gpt_2": lambda s, m: s * m.long() - 10**10 * (1 - m.long()),
+    "divided": lambda s, m: s - (~m).float() / 1e-9,
+    "a_reciprocal": lambda s, m: s - 1 / (m.float() + 1e-9),
+    "a_product": lambda s, m: s + (~m).float() * -100 * 100,
+    "upwards": lambda s, m: s + m.float() * 1e9,
+    "upwards_on_ordinary_rows": lambda s, m: s + m.float() * 1e6,
+    "two_low_numbers": lambda s, m: s.masked_fill(~m, -2e38).masked_fill(torch.arange(S)[:, None] < torch.arange(S), LOWEST),
+}
+
+
+@pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
+@pytest.mark.parametrize("name", FAR_FROM_ZERO)
+def test_rows_far_from_zero(name, learned):
+    """Compared with fp32, because these numbers round the scores away in fp32 only."""
+    function = lambda q, k, v, b, m: FAR_FROM_ZERO[name](q @ k.mT + b, m).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), learned(bias().detach()).requires_grad_(), LENGTHS, exact=False)
+    assert found.path == "flex_attention"
+
+
+def padded(q, k, v, b):
+    return (q @ k.mT + F.pad(b[..., :-8, :-8], (0, 8, 0, 8), value=-1e9)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
+def test_a_mask_inside_a_learned_tensor(learned):
+    assert [d.path for d in decisions(padded, *tensors(), learned(bias().detach()).requires_grad_(), exact=False)] == [
+        "flex_attention"
+    ]
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, LOWEST])
+def test_a_learned_tensor_of_another_graph_may_hold_a_mask(value):
+    """A layer that is compiled by itself is passed the sum of bias and mask."""
+    masked = bias().detach().expand(B, -1, -1, -1).clone()
+    masked[1] = value
+    (found,) = decisions(attend, *tensors(), masked.requires_grad_(), exact=False)
+    assert found.path == "flex_attention"
+
+
+def test_a_sink_as_far_below_as_the_mask():
+    def function(q, k, v, b, m, sink):
+        logits = torch.cat([(q @ k.mT + b).masked_fill(~m, -1e9), sink.expand(B, H, S, 1)], -1)
+        return logits.softmax(-1)[..., :-1] @ v
+
+    (found,) = decisions(function, *tensors(), bias(), LENGTHS, torch.full((H, 1, 1), -1e9), exact=False)
+    assert found.path == "flex_attention"
