@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -35,3 +36,9 @@ def by_peer(rows: pd.DataFrame, index: str | list[str], values: list[str]) -> pd
     """One line a case, in the order of the rows, with the columns (value, peer)."""
     wide = rows.pivot_table(values, index, "peer", aggfunc="first", sort=False)
     return wide.reindex(rows.set_index(index).index.unique())
+
+
+def markdown(header: str, lines: Iterable[Iterable[Any]]) -> str:
+    """A table of Markdown, whose header is written as in Markdown."""
+    texts = (" | ".join("–" if pd.isna(cell) else str(cell) for cell in line) for line in lines)
+    return "\n".join([f"| {header} |", "|---" * (1 + header.count(" |")) + "|", *(f"| {text} |" for text in texts)])

@@ -41,8 +41,11 @@ class _Attention(Writer):
         return f"{self.inputs[0][0]}.device"
 
     def learned(self, *shape: int, grad: float = 0.85) -> str:
-        ending = ".requires_grad_()" if self.rng.random() < grad else ""
-        return self.input(f"(torch.randn({list(shape)}, generator=g) * 0.5).to(device, torch.{self.dtype}){ending}", "t")
+        text = f"(torch.randn({list(shape)}, generator=g) * 0.5).to(device, torch.{self.dtype})"
+        if self.rng.random() < grad:
+            # A parameter holds no mask, and another tensor may.
+            text = f"torch.nn.Parameter({text})" if self.rng.random() < 0.5 else f"{text}.requires_grad_()"
+        return self.input(text, "t")
 
     def operand(self, length: int) -> str:
         """Query, key or value ``[batch, heads, length, width]``, or with both in one dim."""
@@ -59,9 +62,15 @@ class _Attention(Writer):
     # ------------------------------------------------ biases
 
     def distance(self) -> str:
-        q, k = (self.add(f"torch.arange({n}, device={self.device})") for n in (self.queries, self.keys))
+        q, k = (self.positions(n) for n in (self.queries, self.keys))
         first, second = self.rng.choice([(f"{q}[:, None]", k), (f"{q}.unsqueeze(1)", f"{k}.unsqueeze(0)")])
         return self.add(self.rng.choice([f"{first} - {second}", f"{second} - {first}"]))
+
+    def positions(self, length: int) -> str:
+        numbers = self.rng.choice(
+            [f"{length}", f"0, {length}", f"end={length}", f"start=0, end={length}", f"0, end={length}"]
+        )
+        return self.add(f"torch.arange({numbers}, device={self.device})")
 
     def bias(self) -> str:
         """A bias that broadcasts to ``[batch, heads, queries, keys]``."""
@@ -127,7 +136,15 @@ class _Attention(Writer):
         """One or two biases, changed elementwise."""
         rng = self.rng
         x = self.bias()
-        kind = rng.randrange(10)
+        kind = rng.randrange(13)
+        if kind == 10:
+            return self.add(f"F.pad({x}[..., :-1], (0, 1), value=-1e4)")
+        if kind == 11:
+            return self.add(f"{x}.masked_fill(~{self.condition()}, -1e4)")
+        if kind == 12:
+            slope = self.add(f"{self.distance()} * 0.03")
+            name = rng.choice(["tanh", "exp2", "erfc"])
+            return self.add(f"{x} + torch.{name}({slope}, out=torch.zeros_like({slope}))")
         if kind == 0:
             return self.add(f"16 * torch.sigmoid({x})")
         if kind == 1:
@@ -147,9 +164,13 @@ class _Attention(Writer):
     def condition(self) -> str:
         """Which keys are visible. The first key always is, unless all keys of a sequence are padding."""
         q, k, b = self.queries, self.keys, self.batch
-        kind = self.rng.randrange(4)
+        kind = self.rng.randrange(5)
         if kind == 0:
-            i, j = (self.add(f"torch.arange({n}, device={self.device})") for n in (q, k))
+            i, j = (self.positions(n) for n in (q, k))
+            return self.add(f"{i}[:, None] >= {j}[None, :]")
+        if kind == 4:
+            # In bf16, some of these numbers are equal to their neighbours.
+            i, j = (self.add(f"({self.positions(n)} + 250).to(torch.bfloat16)") for n in (q, k))
             return self.add(f"{i}[:, None] >= {j}[None, :]")
         if kind == 1:
             return self.add(
@@ -173,7 +194,13 @@ class _Attention(Writer):
             visible, low = self.add(f"{visible} & {row}"), self.low(scores, empty_rows=True)
         else:
             low = self.low(scores)
-        kind = rng.randrange(6)
+        kind = rng.randrange(9)
+        if kind == 6:
+            return self.add(f"{scores} + ({visible}.long() - 1) * {rng.choice(['10**4', '2000'])}")
+        if kind == 7:
+            return self.add(f"{scores} - (~{visible}).to({scores}.dtype) / {rng.choice([1e-4, 5e-4])}")
+        if kind == 8:
+            return self.add(f"{scores} + {visible}.to({scores}.dtype) * {rng.choice([100.0, 1e4])}")
         if kind == 0:
             return self.add(f"{scores}.masked_fill(~{visible}, {low})")
         if kind == 1:
@@ -227,7 +254,8 @@ class _Attention(Writer):
         softmax.append(f"F.softmax({scores}, dim=-1, dtype={scores}.dtype).to({scores}.dtype)")
         x = self.with_sink(scores) if rng.random() < 0.12 else self.add(rng.choice(softmax))
         if rng.random() < 0.2:
-            x = self.add(f"F.dropout({x}, p=0.0, training=True)")
+            nothing = ["F.dropout({x}, p=0.0, training=True)", "torch.dropout({x}, 0.5, train=False)"]
+            x = self.add(rng.choice([*nothing, "F.dropout({x}, 0.5, False)"]).format(x=x))
         return self.add(f"{x}.view({self.batch * self.heads}, {self.queries}, {self.keys})") if self.folded else x
 
     def with_sink(self, scores: str) -> str:

@@ -14,32 +14,18 @@ A program is discarded if eager mode raises, if the reference is not finite, or 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 import statistics
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-import inductor_ext  # noqa: F401  (registers the backend)
-from inductor_ext.attention import hoisting
-from inductor_ext.attention.recognition import rewrite
-from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
-from inductor_ext.torch_api.config import without_caches
-from tests.support.eager_graphs import eager_graphs
-from tests.support.interpreter import triton_on_cpu
+from .program import Program
+from .runs import HALF, Run, compiled, eager, reference
 
-from . import references
-from .program import Program, unload
-
-HALF = (torch.bfloat16, torch.float16)
 SLACK = 1.2
 #: A program counts as wrong only over this many draws together. The rounding errors of two right ways to compute a number
 #: are independent, so their ratio is above 1.2 in 44 of 100 draws. The ratio of their root mean squares over 256 draws is
@@ -61,23 +47,6 @@ class Result:
         return self.outcome in ("wrong", "crash")
 
 
-@dataclass
-class Run:
-    """The results of a run: outputs, gradients (None for inputs that have none), and the inputs after the call."""
-
-    outputs: list[Tensor]
-    gradients: list[Tensor | None]
-    inputs: list[Tensor]
-    aliases: list[tuple[int, int]]
-    names: list[str] = field(default_factory=list)
-    #: The error of a probability that is caused by rounding the largest score to single precision.
-    rounding: float = 0.0
-
-    def tensors(self) -> list[tuple[str, Tensor | None]]:
-        pairs = [(f"output {i}", x) for i, x in enumerate(self.outputs)]
-        return pairs + [(f"gradient of {n}", x) for n, x in zip(self.names, self.gradients, strict=True)]
-
-
 def relative_error(got: Tensor, want: Tensor) -> float:
     """The relative Frobenius error. Infinities have to agree."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
@@ -89,140 +58,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if math.isnan(difference):
         return math.inf
     return difference / scale if scale > 1e-6 else difference
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def draw_inputs(module: types.ModuleType, device: str, draw: int, widen: torch.dtype | None = None) -> list[Any]:
-    """New arguments. With ``widen``, floats are leaves of that dtype."""
-    made = module.make(torch.Generator().manual_seed(draw), device)
-    if widen is None:
-        return made
-    return [x.detach().to(widen).requires_grad_(x.requires_grad) if _floating(x) else x for x in made]
-
-
-def execute(function: Callable[..., Any], inputs: list[Any], names: list[str], emulated: bool = False) -> Run:
-    """Run forward and backward. If ``emulated``, half-precision leaves become fp32, and their gradients are rounded once."""
-    torch.manual_seed(0)
-    leaves = [x for x in inputs if _floating(x) and x.requires_grad]
-    arguments = [x.float() if emulated and _floating(x) and x.dtype in HALF else x for x in inputs]
-    outputs = [x for x in tree_leaves(function(*arguments)) if isinstance(x, Tensor)]
-    gradients: list[Tensor | None] = [None] * len(leaves)
-    generator = torch.Generator().manual_seed(1)
-    # For every output, since compiled outputs may have a gradient where those of eager mode have none.
-    weighted = [
-        (x, (torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x)) for x in outputs if x.is_floating_point()
-    ]
-    differentiable = [x for x, _ in weighted if x.requires_grad]
-    if differentiable and leaves:
-        weights = [weight for x, weight in weighted if x.requires_grad]
-        gradients = list(torch.autograd.grad(differentiable, leaves, weights, allow_unused=True))
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    tensors += [x for m in inputs if isinstance(m, torch.nn.Module) for x in m.buffers()]
-    addresses = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors) if x.numel()]
-    everything = [x for x in (*outputs, *tensors) if x.numel()]
-    aliases = [
-        (i, j)
-        for i in range(len(everything))
-        for j in range(i)
-        if addresses[i] == addresses[j] and (i < len(outputs) or j < len(outputs))
-    ]
-    return Run([x.detach() for x in outputs], gradients, tensors, aliases, names)
-
-
-def _leaf_names(module: types.ModuleType, inputs: list[Any]) -> list[str]:
-    arguments = module.program.__code__.co_varnames[: module.program.__code__.co_argcount]
-    return [n for n, x in zip(arguments, inputs, strict=True) if _floating(x) and x.requires_grad]
-
-
-@contextlib.contextmanager
-def _loaded(program: Program, **replaced: Any) -> Iterator[types.ModuleType]:
-    module = program.load(**replaced)
-    try:
-        yield module
-    finally:
-        unload(module)
-
-
-def reference(program: Program, device: str, draw: int) -> Run:
-    """The program in float64."""
-    with _loaded(program, **references.replacements(torch.float64)) as module:
-        inputs = draw_inputs(module, device, draw, torch.float64)
-        references.largest_score.clear()
-        with references.RecordLogits() if program.family == "attentions" else contextlib.nullcontext():
-            run = execute(module.program, inputs, _leaf_names(module, inputs))
-        # Scaled to base 2 and rounded, forward and backward each.
-        run.rounding = 2 * 2.0**-24 * math.log2(math.e) * max(references.largest_score, default=0.0)
-        return run
-
-
-def eager(program: Program, device: str, draw: int) -> Run:
-    """Run the program in its own dtype, in half precision with sums in fp32 that each operation rounds once."""
-    half = program.dtype in ("bfloat16", "float16")
-    dtype = getattr(torch, program.dtype)
-    with _loaded(program, **references.replacements(dtype)) as module:
-        inputs = draw_inputs(module, device, draw)
-        names = _leaf_names(module, inputs)
-        if program.family == "score_mods":
-            return execute(module.program, inputs, names, emulated=True)
-        with references.SumsInFloat32() if half else contextlib.nullcontext():
-            return execute(module.program, inputs, names)
-
-
-def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-    def run(arguments: list[Any]) -> Any:
-        inputs = list(arguments)
-        arguments.clear()
-        return gm(*inputs)
-
-    run._boxed_call = True
-    return run
-
-
-@contextlib.contextmanager
-def _settings(mode: str, lookups_in_the_kernel: bool) -> Iterator[None]:
-    """Settings for compiling and running. The lookups of a score_mod are made into tables outside of it if they are small,
-    as those of all programs are, and stay in it if they are large, which ``lookups_in_the_kernel`` has for small ones too.
-    """
-    machine = {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]
-    largest = 0 if lookups_in_the_kernel else hoisting.LARGEST_PAIR_TABLE
-    with (
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        without_caches(),
-        machine(),
-        mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", largest),
-        mock.patch.object(rewrite, "FEWEST_ON_CPU", 0),
-    ):
-        yield
-
-
-def _compiled(
-    program: Program, device: str, mode: str, stock: bool, draws: list[int], options: dict[str, Any] | None = None
-) -> list[Run]:
-    """Compile once and run every draw."""
-    torch._dynamo.reset()
-    backend: Any = "gradfuse"
-    if stock:
-        backend = functools.partial(stock_compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
-    kwargs: dict[str, Any] = {"options": options} if options else {}
-    with _settings(mode, program.seed % 2 == 1), _loaded(program, **references.compiled_replacements(device)) as module:
-        function = torch.compile(module.program, backend=backend, fullgraph=True, dynamic=program.dynamic, **kwargs)
-        runs = []
-        for draw in draws:
-            inputs = draw_inputs(module, device, draw)
-            _spoil_free_memory(device)
-            runs.append(execute(function, inputs, _leaf_names(module, inputs)))
-        return runs
-
-
-def _spoil_free_memory(device: str) -> None:
-    """Fill free memory of a GPU with NaN. What no kernel writes is then wrong in every run, with gradfuse and with stock."""
-    if device == "cuda":
-        sizes = [2**n for n in range(5, 19)] * 8
-        spoilt = [torch.full((n,), math.nan, device=device) for n in sizes]
-        del spoilt
 
 
 def one_line(error: BaseException) -> str:
@@ -306,7 +141,7 @@ def _over_many_draws(
     The errors are summed before the division, so that no draw with a small gradient decides alone.
     """
     draws = list(range(DRAW + 1, DRAW + 1 + DRAWS))
-    runs = _compiled(program, device, mode, stock, draws, options)
+    runs = compiled(program, device, mode, stock, draws, options)
     exact = _pooled([reference(program, device, draw) for draw in draws])
     eager_run = _pooled([eager(program, device, draw) for draw in draws])
     return _differences(program, _pooled(runs), exact, eager_run)
@@ -333,7 +168,7 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
         return Result("discarded", reason)
     options = {"deterministic": True} if deterministic else None
     try:
-        runs = _compiled(program, device, mode, False, [DRAW] * (2 if deterministic else 1), options)
+        runs = compiled(program, device, mode, False, [DRAW] * (2 if deterministic else 1), options)
     except Exception as error:
         return crash(program, mode, device, error)
     if deterministic:
@@ -379,7 +214,7 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("crash", reason)
     try:
-        _compiled(program, device, mode, True, [DRAW])
+        compiled(program, device, mode, True, [DRAW])
     except Exception as stock_error:
         return Result("stock_crashes_too", f"{reason} (stock: {one_line(stock_error)})"[:300])
     return Result("crash", reason)
@@ -388,7 +223,7 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
 def _stock_is_wrong_or_varies(program: Program, mode: str, device: str, name: str, exact: Run, eager_run: Run) -> bool:
     """Whether a tensor is wrong with stock, or differs between two runs. Triton's sort does that to programs of both."""
     try:
-        runs = _compiled(program, device, mode, True, [DRAW] * 2)
+        runs = compiled(program, device, mode, True, [DRAW] * 2)
         errors = {n: error for n, error, _ in _differences(program, runs[0], exact, eager_run)}
         first, second = (dict(run.tensors())[name] for run in runs)
     except Exception:
@@ -404,7 +239,7 @@ def _blame(
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("wrong", reason)
     try:
-        (run,) = _compiled(program, device, mode, True, [DRAW])
+        (run,) = compiled(program, device, mode, True, [DRAW])
         theirs = {name: error for name, error, _ in _differences(program, run, exact, eager_run)}
     except Exception as error:
         return Result("wrong", f"{reason} (stock raises {one_line(error)})"[:300])

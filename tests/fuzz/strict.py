@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import judge as judging
+from . import runs
 from .program import Program
 
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
@@ -32,7 +33,7 @@ def _same(got: Tensor, want: Tensor, tolerance: float) -> bool:
     return torch.equal(nan, got.isnan()) and judging.relative_error(got[~nan], want[~nan]) <= tolerance
 
 
-def _compare(program: Program, got: judging.Run, want: judging.Run, mode: str) -> dict[str, str]:
+def _compare(program: Program, got: runs.Run, want: runs.Run, mode: str) -> dict[str, str]:
     """Return the differences: a dict from the kind and the name of a tensor to a description."""
     found: dict[str, str] = {}
     exact = 0.0 if program.exact and mode == "graphs" else _tolerance(program)
@@ -59,10 +60,10 @@ def _compare(program: Program, got: judging.Run, want: judging.Run, mode: str) -
     return found
 
 
-def _eager(program: Program, device: str) -> judging.Run:
-    with judging._loaded(program) as module:
-        inputs = judging.draw_inputs(module, device, judging.DRAW)
-        return judging.execute(module.program, inputs, judging._leaf_names(module, inputs))
+def _eager(program: Program, device: str) -> runs.Run:
+    with runs.loaded(program) as module:
+        inputs = runs.draw_inputs(module, device, judging.DRAW)
+        return runs.execute(module.program, inputs, runs.leaf_names(module, inputs))
 
 
 def _same_code_as_stock(program: Program, device: str, found: dict[str, str]) -> bool:
@@ -72,7 +73,7 @@ def _same_code_as_stock(program: Program, device: str, found: dict[str, str]) ->
     """
     if any(not what.startswith("value") and what != "aliases" for what in found):
         return False
-    got, stock = (judging._compiled(program, device, "compiled", own, [judging.DRAW])[0] for own in (False, True))
+    got, stock = (runs.compiled(program, device, "compiled", own, [judging.DRAW])[0] for own in (False, True))
     return not set(found) & set(_compare(program, got, stock, "graphs"))
 
 
@@ -83,14 +84,14 @@ def judge_strictly(program: Program, mode: str, device: str) -> judging.Result:
     except Exception as error:
         return judging.Result("discarded", f"eager mode raises {judging.one_line(error)}")
     try:
-        (got,) = judging._compiled(program, device, mode, False, [judging.DRAW])
+        (got,) = runs.compiled(program, device, mode, False, [judging.DRAW])
     except Exception as error:
         return judging.crash(program, mode, device, error)
     found = _compare(program, got, eager, mode)
     if not found:
         return judging.Result("ok")
     try:
-        (stock,) = judging._compiled(program, device, mode, True, [judging.DRAW])
+        (stock,) = runs.compiled(program, device, mode, True, [judging.DRAW])
     except Exception as error:
         return judging.Result("wrong", f"{found} (stock raises {judging.one_line(error)})"[:300])
     unlike_stock = _compare(program, got, stock, mode)
