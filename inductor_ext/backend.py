@@ -46,7 +46,7 @@ from .torch_api.config import (
     without_caches,
 )
 from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
-from .torch_api.graph import stable_topological_sort
+from .torch_api.graph import set_missing_values, stable_topological_sort
 from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
 #: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
@@ -111,6 +111,7 @@ def _inner_compile(options: Options, dump: Dump) -> Callable[..., Any]:
         direction = "backward" if kwargs.get("is_backward") else "forward"
         with contextlib.ExitStack() as scope:
             scope.enter_context(compiling(dump.number))
+            set_missing_values(gm.graph)
             passes.run("post_aot", gm, options, dump)
             scope.enter_context(scans_allowed(gm))
             scope.enter_context(deterministic_lowerings(options.deterministic))

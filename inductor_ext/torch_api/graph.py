@@ -6,12 +6,25 @@ from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._guards import detect_fake_mode
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims.rng_prims import run_with_rng_state
+from torch.fx import Graph
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["HigherOrderOperator", "OpOverload", "is_torch", "pytree", "stable_topological_sort", "storage_of"]
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "is_torch",
+    "is_wrapper",
+    "pytree",
+    "set_missing_values",
+    "stable_topological_sort",
+    "storage_of",
+]
 _HOMES = ("_operator", "torch._C._nn")
 _NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.special)
 
@@ -25,6 +38,16 @@ def is_torch(function: Any) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for others: a DTensor or other wrapper subclass, or one in a torch.func transform."""
     return is_traceable_wrapper_subclass(tensor) or is_functorch_wrapped_tensor(tensor)
+
+
+def set_missing_values(graph: Graph) -> None:
+    """Give a value to the random numbers that a backward draws again: AOTAutograd makes their nodes without one."""
+    for node in graph.find_nodes(op="call_function", target=run_with_rng_state):
+        if "val" not in node.meta:
+            _, function, *args = node.args
+            values, kwargs = map_arg((args, node.kwargs), lambda n: n.meta["val"])
+            with detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")]):
+                node.meta["val"] = function(*values, **kwargs)
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -180,11 +180,13 @@ def test_dropout_without_gradients():
     assert (out - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_checkpoint_recomputes_the_same_mask():
+@pytest.mark.parametrize("fallback_random", [False, True])
+def test_a_checkpoint_recomputes_the_same_mask(fallback_random):
     """With another mask in the backward, the gradient would not be the derivative of what the forward computes."""
     one = attention()
     inside = lambda q, t: checkpoint(lambda q, t: one(q * 2.0, t), q, t, use_reentrant=False)  # noqa: E731
-    compiled = torch.compile(inside, backend="gradfuse", fullgraph=True)
+    options = {"fallback_random": fallback_random}
+    compiled = torch.compile(inside, backend="gradfuse", fullgraph=True, options=options)
     at = [x.detach().double().requires_grad_() for x in inputs()]
     along = [torch.randn_like(x) for x in at]
 
