@@ -10,7 +10,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..torch_api.frontend import saved_tensors_hooks_disabled
+from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
+from ..torch_api.sizes import statically_known_true
 from .fx import value_or_none
 
 
@@ -28,13 +30,16 @@ class Inserter:
         # The mode of the tracing context would be wrong, because Dynamo may already have set a new one for AOTAutograd.
         modes = (getattr(value_or_none(n), "fake_mode", None) for n in like.all_input_nodes)
         self._fake_mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+        self._sizes: dict[str, Any] = {}
 
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call of a function."""
+        args, kwargs = self._with_size_nodes((args, kwargs))
         return self._with_value(self.graph.call_function(target, args, kwargs), target)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """Insert a call of a method of a tensor, which is the first argument."""
+        args, kwargs = self._with_size_nodes((args, kwargs))
         return self._with_value(self.graph.call_method(name, args, kwargs), getattr(torch.Tensor, name))
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Callable[[], Any]) -> Node:
@@ -49,6 +54,27 @@ class Inserter:
         new.meta.pop("example_value", None)
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
         return self._with_value(new, target) if node.op in ("call_function", "call_method") else new
+
+    def _with_size_nodes(self, arguments: Any) -> Any:
+        """Return arguments in which nodes stand for symbolic sizes, as Dynamo traces them."""
+        return pytree.tree_map_only(torch.SymInt, self._size_node, arguments)
+
+    def _size_node(self, size: torch.SymInt) -> Any:
+        if str(size) not in self._sizes:
+            self._sizes[str(size)] = self._found_size(size)
+        return self._sizes[str(size)]
+
+    def _found_size(self, size: torch.SymInt) -> Any:
+        """Return a node for a size: an input of the graph, or a dim of one. Without one, the size itself stays."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        for node in inputs:
+            if isinstance(value_or_none(node), torch.SymInt) and statically_known_true(value_or_none(node) == size):
+                return node
+        for node in inputs:
+            for dim, n in enumerate(getattr(value_or_none(node), "shape", ())):
+                if isinstance(n, torch.SymInt) and statically_known_true(n == size):
+                    return self._with_value(self.graph.call_method("size", (node, dim)), torch.Tensor.size)
+        return size
 
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)
