@@ -140,6 +140,13 @@ def test_rows_far_from_zero(name, learned):
     assert found.path == "flex_attention"
 
 
+def test_a_mask_of_integers_that_is_passed():
+    penalty = torch.where(LENGTHS, 0, -(10**6))
+    function = lambda q, k, v, b, m: (q @ k.mT + b + m).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), penalty, exact=False)
+    assert found.path == "flex_attention"
+
+
 def padded(q, k, v, b):
     return (q @ k.mT + F.pad(b[..., :-8, :-8], (0, 8, 0, 8), value=-1e9)).softmax(-1) @ v
 
