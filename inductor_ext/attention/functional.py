@@ -14,16 +14,19 @@ from torch.fx import Graph, Node
 
 from ..core.fx import called, dtype_of, fake_tensor, indices_of, value_of
 from ..core.purity import INFERENCE_MODE, changes_in_place, is_pure, sets_gradient_mode, without_gradient
+from ..core.terms import CASTS, arg
 
 _OPERATORS = {
     getattr(operator, f"i{name}"): getattr(operator, name)
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "xor")
 } | {operator.iand: operator.and_, operator.ior: operator.or_}
+#: The same as methods: ``x.__iadd__(y)``.
+_METHODS = {f"__{inplace.__name__}__": f"__{plain.__name__.rstrip('_')}__" for inplace, plain in _OPERATORS.items()}
 #: Ops that return a view of their operand.
 _VIEWS = {"view", "view_as", "reshape", "detach", "expand", "expand_as", "squeeze", "unsqueeze", "alias", "T", "mT", "t"}
 _VIEWS |= {"flatten", "ravel", "transpose", "permute", "select", "narrow"}
-#: Ops that return the operand itself if it already has the dtype and the layout.
-_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "contiguous", "positive"}
+#: Ops that return the operand itself if it already has the dtype and the layout, or if there is nothing to do.
+_SAME = CASTS | {"contiguous", "positive", "pos", "__pos__", "real", "dropout", "conj", "resolve_conj"}
 
 
 class Impure(Exception):
@@ -76,9 +79,12 @@ def _check_in_place(node: Node) -> None:
 
 
 def _is_view(node: Node) -> bool:
+    """Return whether a node is its operand, or a view of it, and does not write to it."""
+    if changes_in_place(node):
+        return False
     if node.target is operator.getitem:
         return not any(isinstance(i, Node) for i in indices_of(node))
-    if called(node) in _CASTS and isinstance(node.args[0], Node):
+    if called(node) in _SAME and isinstance(node.args[0], Node):
         return dtype_of(node) is dtype_of(node.args[0])
     return called(node) in _VIEWS
 
@@ -94,6 +100,8 @@ def out_of_place(node: Node) -> tuple[str, Any] | None:
         return node.op, node.target
     if node.target in _OPERATORS:
         return node.op, _OPERATORS[node.target]
+    if node.target in _METHODS:
+        return node.op, _METHODS[node.target]
     if not called(node).endswith("_"):
         return None
     name = called(node)[:-1]
@@ -110,8 +118,11 @@ def _replace(graph: Graph, node: Node) -> None:
     kwargs = {**node.kwargs, **({"inplace": False} if "inplace" in node.kwargs else {})}
     with graph.inserting_before(node):
         if target in ("fill", "zero"):
-            fill = node.args[1] if target == "fill" else 0
-            new = graph.call_function(torch.full_like, (changed, fill))
+            fill = arg(node, 1, "value") if target == "fill" else 0
+            if isinstance(fill, Node):
+                new = graph.call_method("to", (fill, value.dtype))
+            else:
+                new = graph.call_function(torch.full_like, (changed, fill))
         elif target == "copy":
             new = graph.call_method("to", (node.args[1], value.dtype))
         else:

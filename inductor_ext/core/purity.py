@@ -18,6 +18,7 @@ from .fx import called
 
 _OPERATORS = "add sub mul truediv floordiv matmul mod pow and or xor lshift rshift"
 _IN_PLACE_OPERATORS = {"setitem", *(f"i{name}" for name in _OPERATORS.split())}
+_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE_OPERATORS}
 _DRAWS = "rand|randn|randint|randperm|bernoulli|multinomial|normal|poisson|dropout|rrelu|exponential"
 _RANDOM = re.compile(rf"(^|_)({_DRAWS})(_|$|\d)")
 
@@ -27,7 +28,7 @@ def changes_in_place(node: Node) -> bool:
     name = called(node)
     # Names in ``operator`` such as ``and_`` end in "_" only because ``and`` is a keyword of Python.
     keyword = getattr(node.target, "__module__", "") == "_operator"
-    written_to = name.endswith("_") and not name.endswith("__") and not keyword
+    written_to = (name.endswith("_") and not name.endswith("__") and not keyword) or name in _IN_PLACE_METHODS
     named = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
     return written_to or name in _IN_PLACE_OPERATORS or named
 

@@ -87,6 +87,38 @@ def _cast_that_is_no_copy(t):
     return score_mod
 
 
+def _dunder(t):
+    def score_mod(s, b, h, q, k):
+        x = s * 1
+        x.__iadd__(t["t"][h, k])
+        return s + x
+
+    return score_mod
+
+
+def _alias(make):
+    def score_mod_of(t):
+        def score_mod(s, b, h, q, k):
+            x = s + t["t"][h, k]
+            same = make(x)
+            same.mul_(2)
+            return x + same
+
+        return score_mod
+
+    return score_mod_of
+
+
+def _filled(t):
+    def score_mod(s, b, h, q, k):
+        x, y = s * 1, s * 1
+        x.fill_(t["t"][h, k])
+        y.fill_(value=2.0)
+        return s * y + x
+
+    return score_mod
+
+
 def case(name, score_mod, dense=None, tables=None, **options):
     tables = {"t": (HEADS, LENGTH), "u": (HEADS, LENGTH)} if tables is None else tables
     return Case(name, tables, score_mod, dense or score_mod, heads=HEADS, length=LENGTH, **options)
@@ -147,6 +179,17 @@ CASES = [
         lambda t: lambda s, b, h, q, k: s + (t["t"][h, k // 2] + t["t"][h, k // 3]) ** 2,
         tables={"t": (HEADS, LENGTH)},
     ),
+    *(
+        case(
+            f"alias_{name}",
+            _alias(make),
+            lambda t: lambda s, b, h, q, k: (s + t["t"][h, k]) * 4,
+            tables={"t": (HEADS, LENGTH)},
+        )
+        for name, make in (("pos", lambda x: +x), ("real", torch.real))
+    ),
+    case("in_place_method", _dunder, lambda t: lambda s, b, h, q, k: 2 * s + t["t"][h, k], tables={"t": (HEADS, LENGTH)}),
+    case("filled", _filled, lambda t: lambda s, b, h, q, k: 2 * s + t["t"][h, k], tables={"t": (HEADS, LENGTH)}),
     case("without_gradient", _without_gradient, _dense_without_gradient),
     case(
         "float_beyond_its_integers",

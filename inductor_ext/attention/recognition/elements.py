@@ -56,6 +56,11 @@ class Score(Element):
     dtype: torch.dtype
 
 
+def depends_on_scores(x: Any) -> bool:
+    """Return whether an element is computed from the product of query and key."""
+    return isinstance(x, Element) and any(isinstance(e, Score) for e in x.walk())
+
+
 @dataclass(frozen=True, eq=False)
 class Position(Element):
     """An integer expression in the positions, as a number of ``dtype``: an element of ``arange``."""

@@ -25,7 +25,7 @@ from ..footprints import is_pointwise
 from ..functional import out_of_place
 from ..kinds import K, Q
 from . import lookups, views
-from .elements import Apply, Constant, Element, Position, Read, Score, positions_in
+from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
 from .indices import Ranges
 from .products import Product, product_of
 from .writes import Writes
@@ -82,10 +82,6 @@ class Lift:
             return self.element(node, index)
         except NotLifted as error:
             raise NotAttention(str(error)) from error
-
-    def depends_on_scores(self, element: Element) -> bool:
-        """Return whether an element is computed from the product of query and key."""
-        return any(isinstance(e, Score) for e in element.walk())
 
     # ------------------------------------------------ one node
 
@@ -160,7 +156,7 @@ class Lift:
 
     def _arange(self, node: Node, index: views.Index) -> Position:
         (i,) = index
-        if not isinstance(i, sympy.Expr) or dtype_of(node) is None:
+        if not isinstance(i, sympy.Expr) or dtype_of(node) in (None, *HALF):
             raise NotLifted
         only_end = len(node.args) == 1 and "end" not in node.kwargs
         start = 0 if only_end else arg(node, 0, "start", 0)
@@ -177,6 +173,9 @@ class Lift:
         element = self.element(node.args[0], views.broadcast(index, shape_of(node.args[0])))
         if before is after:
             return element
+        if after in HALF and not before.is_floating_point and before is not torch.bool:
+            # Large integers would be rounded by more than a score may be off.
+            raise NotLifted
         if not after.is_floating_point:
             self._check_exact([element])
         return Apply("call_method", "to", (element, after), {}, after)
@@ -261,7 +260,7 @@ class Lift:
         It does not round to half precision, and a comparison, or an index, may then be of another number altogether.
         """
         for operand in operands:
-            if any(isinstance(e, (Apply, Score)) and e.dtype in HALF for e in operand.walk()):
+            if any(not isinstance(e, Read) and e.dtype in HALF for e in operand.walk()):
                 raise NotLifted
 
     def _promotes(self, tensors: list[Node]) -> bool:
@@ -276,7 +275,7 @@ class Lift:
         """
         dense = {e.node for e in element.walk() if isinstance(e, Read) and self._is_dense(e)}
         alike = len({requires_grad(n) for n in dense}) == 1
-        if len(dense) > 1 and alike and not self.depends_on_scores(element):
+        if len(dense) > 1 and alike and not depends_on_scores(element):
             raise NotLifted
 
 

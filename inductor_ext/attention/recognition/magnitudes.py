@@ -6,13 +6,24 @@ import math
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from ...core.fx import dtype_of
+from ...core.fx import dtype_of, fake_tensor, requires_grad
+from ...core.terms import is_tensor, op
 from .elements import Apply, Constant, Element, Position, Read
 from .indices import Ranges
 
-#: The largest values of what a tensor of these dtypes holds. Others are taken to hold anything.
-_LARGEST = {torch.bool: 1.0, torch.uint8: 255.0, torch.int8: 128.0}
+#: What a parameter holds, and what layers compute, is taken to be no larger. It is learned, and no mask.
+LEARNED = 16.0
+#: A number of the graph that is further from zero may be a mask.
+FAR = 1e3
+#: What layers compute is no mask, whatever they are applied to.
+_LAYERS = {"matmul", "linear", "einsum", "baddbmm", "addmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+_LAYERS |= {"layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax", "normalize"}
+#: Lookups, with the argument that is looked into.
+_TABLES = {"embedding": 1, "getitem": 0, "index_select": 0, "gather": 0, "take_along_dim": 0}
+#: Elementwise functions with values between -1 and 1.
+_UP_TO_ONE = {"sigmoid", "tanh", "sin", "cos", "erf", "sign", "softsign"}
 
 
 class Magnitudes:
@@ -35,17 +46,18 @@ class Magnitudes:
             return self.of(element.value)
         if isinstance(element, Position):
             within = self._ranges.interval(element.value)
-            return float(max(abs(within.low), abs(within.high)))
+            return _wrapped(float(max(abs(within.low), abs(within.high))), element.dtype)
         if isinstance(element, Read):
-            return _LARGEST.get(dtype_of(element.node), math.inf)
-        if not isinstance(element, Apply):
-            return math.inf
-        return 1.0 if element.dtype is torch.bool else self._result(element)
+            largest = {torch.bool: 1.0, torch.uint8: 255.0, torch.int8: 128.0}.get(dtype_of(element.node), math.inf)
+            return LEARNED if is_ordinary(element.node) else largest
+        return _wrapped(self._result(element), element.dtype) if isinstance(element, Apply) else math.inf
 
     def _result(self, element: Apply) -> float:
         name, args = element.name, element.args
-        if name == "to" and element.dtype.is_floating_point:
-            return self.of(args[0])
+        if element.dtype is torch.bool or name in _UP_TO_ONE:
+            return 1.0
+        if name == "to":
+            return self.of(args[0]) + (not element.dtype.is_floating_point)
         if element.kwargs or any(math.isnan(size) for size in map(self.of, args)):
             return math.inf
         if name == "where" and len(args) == 3:
@@ -54,7 +66,7 @@ class Magnitudes:
             return self._chosen(args[0], args[2])
         if name in ("add", "sub") and len(args) == 2:
             return self.of(args[0]) + self.of(args[1])
-        if name in ("neg", "abs") and len(args) == 1:
+        if name in ("neg", "abs", "relu") and len(args) == 1:
             return self.of(args[0])
         if name == "mul" and len(args) == 2:
             first, second = map(self.of, args)
@@ -67,3 +79,40 @@ class Magnitudes:
         """Return the bound of a choice. A branch that is -inf hides keys, and does not say how large the others are."""
         values = [x.value if isinstance(x, Constant) else x for x in branches]
         return max((self.of(x) for x, value in zip(branches, values, strict=True) if value != -math.inf), default=0.0)
+
+
+def _wrapped(bound: float, dtype: torch.dtype) -> float:
+    """Return the bound of a result that is stored in this dtype: narrow integers wrap, and negative ones become large."""
+    if dtype.is_floating_point or dtype is torch.bool:
+        return bound
+    largest = torch.iinfo(dtype).max
+    return float(largest) + 1 if bound > largest or not dtype.is_signed else bound
+
+
+def is_ordinary(node: Node) -> bool:
+    """Return whether a tensor is learned and cannot hold a mask, unless a parameter does.
+
+    Everything from which it is computed is followed, up to parameters, layers and the indices of lookups. Where that meets
+    data that is not learned, a number that is far from zero, or a tensor that is passed to the graph and is no parameter,
+    there may be a mask.
+    """
+    if not requires_grad(node):
+        return False
+    seen, pending = {node}, [node]
+    while pending:
+        x = pending.pop()
+        if isinstance(fake_tensor(x), torch.nn.Parameter) or op(x) in _LAYERS:
+            continue
+        if x.op in ("placeholder", "get_attr") or any(map(_is_far, (*x.args, *x.kwargs.values()))):
+            return False
+        inputs = x.all_input_nodes
+        if op(x) in _TABLES and len(x.args) > _TABLES[op(x)] and isinstance(x.args[_TABLES[op(x)]], Node):
+            inputs = [x.args[_TABLES[op(x)]]]
+        new = {n for n in inputs if is_tensor(n) or n.all_input_nodes} - seen
+        pending += new
+        seen |= new
+    return True
+
+
+def _is_far(argument: Any) -> bool:
+    return type(argument) in (int, float) and FAR < abs(argument) < math.inf

@@ -3,35 +3,25 @@
 Models mask a score with a large negative number. A row in which every key is masked keeps the scores that this leaves: with
 the lowest number of the dtype, a uniform row. A kernel stores one number for each row, the logsumexp, and a logsumexp of
 -1e38 cannot tell a row of one key from a row of a thousand. Softmax does not change if a number is subtracted from a whole
-row, so the largest number that the masks add to a row is subtracted, wherever that is far from zero.
+row, so the largest number that is added to a row is subtracted, wherever that is far from zero.
 
-A mask is a part of a sum, or a branch of a ``where``, that depends neither on the scores nor on anything learned, or a
-learned tensor into which this graph or an earlier one may have put a mask. Its largest number in each row is computed
-outside the kernel, unless it is known to be small.
+A score is a sum of the product and of other terms, scaled and chosen by what does not depend on the product. The largest
+number of a term in each row is computed outside the kernel, unless the term is known to be small (magnitudes.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from ...core.fx import dtype_of, fake_tensor, requires_grad, working_dtype
-from ...core.terms import is_tensor, op
-from ..footprints import is_pointwise
-from ..kinds import K
-from .elements import Apply, Constant, Element, Read, Score
+from ...core.fx import dtype_of, requires_grad, working_dtype
+from .elements import Apply, Constant, Element, Read, Score, depends_on_scores
 from .indices import Ranges
 from .lifting import NotAttention
-from .magnitudes import Magnitudes
-from .views import VIEWS
-
-#: A row is shifted if the largest number of its masks is further from zero. The logsumexp of other rows is precise enough.
-FAR = 1e3
+from .magnitudes import FAR, Magnitudes
 
 
 def shifted(score: Element, row: Read) -> Element:
@@ -46,132 +36,98 @@ class _NotASum(Exception):
 
 
 class Masks:
-    """The masks in one score. ranges: those of its positions."""
+    """The terms of one score that may be far from zero. ranges: those of its positions."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._magnitudes = Magnitudes(ranges)
         self._found: dict[Element, Element | None] = {}
 
-    def row_maximum_of(self, score: Element) -> Element | None:
-        """Return what a score adds that may be far from zero, so that its largest number in each row must be computed.
+    def far(self, x: Element) -> Element | None:
+        """Return the terms of a score, or of a part of it, that may be far from zero; None if there are none.
 
-        Returns None if there is nothing like that. -inf does not count: it hides a key from any row. Raises NotAttention if
-        there may be a mask in a place where it is not understood.
+        -inf does not count: it hides a key from any row. Raises NotAttention where a mask would not be understood.
         """
-        masks = self._of(score)
-        return None if masks is None or self._magnitudes.of(masks) <= FAR else masks
+        if x not in self._found:
+            self._found[x] = None if self._magnitudes.of(x) <= FAR else self._computed(x)
+        return self._found[x]
 
-    def _of(self, score: Element) -> Element | None:
-        """Return the part of a score that may be a mask, or None."""
-        if score not in self._found:
-            self._found[score] = self._computed(score)
-        return self._found[score]
-
-    def _computed(self, score: Element) -> Element | None:
-        if not is_learned(score) or (isinstance(score, Read) and _may_hold_a_mask(score)):
-            return score
-        rules = {"add": self._sum, "sub": self._sum, "mul": self._scaled, "div": self._scaled, "to": self._cast}
-        rules |= {"where": self._where, "masked_fill": self._masked_fill}
-        if isinstance(score, Apply) and score.name in rules:
+    def _computed(self, x: Element) -> Element | None:
+        if isinstance(x, Score):
+            return None
+        rules = {"add": self._sum, "sub": self._sum, "neg": self._changed, "to": self._changed, "mul": self._scaled}
+        rules |= {"div": self._scaled, "where": self._where, "masked_fill": self._masked_fill}
+        if isinstance(x, Apply) and x.name in rules and x.dtype.is_floating_point:
             with contextlib.suppress(_NotASum):
-                return rules[score.name](score)
-        _check_ordinary(score)
+                return rules[x.name](x)
+        if not depends_on_scores(x):
+            return x
+        self._check_ordinary(x)
         return None
 
     def _part(self, x: Any, dtype: torch.dtype) -> Element | None:
-        return self._of(x if isinstance(x, Element) else Constant(x, working_dtype(dtype)))
+        return self.far(x if isinstance(x, Element) else Constant(x, working_dtype(dtype)))
 
-    def _sum(self, score: Apply) -> Element | None:
-        if len(score.args) != 2 or score.kwargs:
+    def _sum(self, x: Apply) -> Element | None:
+        if len(x.args) != 2 or x.kwargs:
             raise _NotASum
-        first, second = (self._part(a, score.dtype) for a in score.args)
-        if second is not None and score.name == "sub":
+        first, second = (self._part(a, x.dtype) for a in x.args)
+        if second is not None and x.name == "sub":
             second = Apply("call_function", operator.neg, (second,), {}, _dtype(second))
         if first is None or second is None:
             return second if first is None else first
-        return Apply("call_function", operator.add, (first, second), {}, working_dtype(score.dtype))
+        return Apply("call_function", operator.add, (first, second), {}, working_dtype(x.dtype))
 
-    def _where(self, score: Apply) -> Element:
-        if len(score.args) != 3 or score.kwargs:
+    def _where(self, x: Apply) -> Element | None:
+        if len(x.args) != 3 or x.kwargs:
             raise _NotASum
-        return self._chosen(*score.args, score.dtype)
+        return self._chosen(*x.args, x.dtype)
 
-    def _masked_fill(self, score: Apply) -> Element:
-        arguments = dict(zip(("input", "mask", "value"), score.args, strict=False)) | score.kwargs
+    def _masked_fill(self, x: Apply) -> Element | None:
+        arguments = dict(zip(("input", "mask", "value"), x.args, strict=False)) | x.kwargs
         if set(arguments) != {"input", "mask", "value"}:
             raise _NotASum
-        return self._chosen(arguments["mask"], arguments["value"], arguments["input"], score.dtype)
+        return self._chosen(arguments["mask"], arguments["value"], arguments["input"], x.dtype)
 
-    def _chosen(self, condition: Any, first: Any, second: Any, dtype: torch.dtype) -> Element:
+    def _chosen(self, condition: Any, first: Any, second: Any, dtype: torch.dtype) -> Element | None:
         if is_learned(condition):
-            raise _NotASum
+            raise NotAttention("a number that may be a mask is chosen by what is learned")
+        branches = [self._part(x, dtype) for x in (first, second)]
+        if branches == [None, None]:
+            return None
         zero = Constant(0.0, working_dtype(dtype))
-        branches = (self._part(x, dtype) or zero for x in (first, second))
-        return Apply("call_function", torch.where, (condition, *branches), {}, working_dtype(dtype))
+        return Apply("call_function", torch.where, (condition, *(x or zero for x in branches)), {}, working_dtype(dtype))
 
-    def _scaled(self, score: Apply) -> Element | None:
-        number = score.args[1] if len(score.args) == 2 and not score.kwargs else None
-        if type(number) not in (int, float) or number <= 0:
+    def _scaled(self, x: Apply) -> Element | None:
+        """The factor, or divisor, must not depend on the scores: it is the same in the kernel and outside of it."""
+        if len(x.args) != 2 or x.kwargs:
             raise _NotASum
-        inner = self._part(score.args[0], score.dtype)
+        first, second = x.args
+        if x.name == "mul" and not depends_on_scores(first):
+            first, second = second, first
+        if depends_on_scores(second) or not depends_on_scores(first):
+            raise _NotASum
+        inner = self.far(first)
         if inner is None:
             return None
-        factor = operator.mul if score.name == "mul" else operator.truediv
-        return Apply("call_function", factor, (inner, number), {}, working_dtype(score.dtype))
+        factor = operator.mul if x.name == "mul" else operator.truediv
+        return Apply("call_function", factor, (inner, second), {}, working_dtype(x.dtype))
 
-    def _cast(self, score: Apply) -> Element | None:
-        if not score.dtype.is_floating_point:
+    def _changed(self, x: Apply) -> Element | None:
+        if x.kwargs or not isinstance(x.args[0], Element):
             raise _NotASum
-        return self._part(score.args[0], score.dtype)
+        inner = self.far(x.args[0])
+        if inner is None or x.name == "to":
+            return inner
+        return Apply("call_function", operator.neg, (inner,), {}, working_dtype(x.dtype))
 
-
-def _check_ordinary(score: Element) -> None:
-    """Raise NotAttention if there may be a mask in an expression of scores and learned tensors that is no sum."""
-    values = list(score.walk(indices=False))
-    reads = [e for e in values if isinstance(e, Read) and _is_float(e)]
-    far = any(abs(x) > FAR for e in values for x in _numbers(e))
-    if far or (score not in reads and any(_has_far_numbers(e.node) for e in reads if is_learned(e))):
-        raise NotAttention("a number that may be a mask is chosen or changed by what is learned")
-    has_score = any(isinstance(e, Score) for e in values)
-    if has_score and any(K in e.positions() and not is_learned(e) for e in reads):
-        raise NotAttention("a tensor that may be a mask is part of an expression that is no sum")
-
-
-# ------------------------------------------------ learned tensors that may hold a mask
-
-
-def _may_hold_a_mask(read: Read) -> bool:
-    """Return whether a mask may have been added to a learned tensor.
-
-    A parameter, and what layers compute, is no mask. Another tensor that is passed to the graph may hold one.
-    """
-    return requires_grad(read.node) and (_has_far_numbers(read.node) or any(map(_is_passed, _parts(read.node))))
-
-
-def _has_far_numbers(node: Node) -> bool:
-    """Return whether the graph puts a number that is far from zero into a tensor."""
-    arguments = [a for x in _parts(node) if op(x) not in VIEWS for a in (*x.args, *x.kwargs.values())]
-    return any(type(a) in (int, float) and FAR < abs(a) < math.inf for a in arguments)
-
-
-def _is_passed(node: Node) -> bool:
-    return node.op == "placeholder" and requires_grad(node) and not isinstance(fake_tensor(node), torch.nn.Parameter)
-
-
-def _parts(node: Node) -> set[Node]:
-    """Return the nodes from which a tensor is made by ops that move, choose or add numbers."""
-    seen, pending = {node}, [node]
-    while pending:
-        x = pending.pop()
-        if op(x) in VIEWS or op(x) in _JOINS or is_pointwise(op(x), len(x.all_input_nodes)):
-            floats = {n for n in x.all_input_nodes if is_tensor(n) and dtype_of(n).is_floating_point}
-            pending += floats - seen
-            seen |= floats
-    return seen
-
-
-#: Ops that put tensors, or a tensor and a number, side by side.
-_JOINS = {"pad", "cat", "concat", "stack", "masked_fill", "where", "index_put", "scatter"}
+    def _check_ordinary(self, x: Apply) -> None:
+        """Raise NotAttention if an op of the scores without a rule has another operand that may be far from zero."""
+        for part in (*x.args, *x.kwargs.values()):
+            if isinstance(part, Element) and depends_on_scores(part):
+                if self.far(part) is not None:
+                    raise NotAttention("a number that may be a mask is changed by an op of the scores that is no sum")
+            elif isinstance(part, (Element, int, float)) and not self._magnitudes.of(part) <= FAR:
+                raise NotAttention("a number that may be a mask is part of an op of the scores that is no sum")
 
 
 # ------------------------------------------------ properties
@@ -182,17 +138,6 @@ def is_learned(x: Any) -> bool:
     if not isinstance(x, Element):
         return False
     return any(isinstance(e, Score) or (isinstance(e, Read) and requires_grad(e.node)) for e in x.walk())
-
-
-def _is_float(read: Read) -> bool:
-    return dtype_of(read.node).is_floating_point
-
-
-def _numbers(element: Element) -> list[float]:
-    """Return the finite Python numbers in an element itself, without its parts."""
-    found: tuple[Any, ...] = (element.value,) if isinstance(element, Constant) else ()
-    found += (*element.args, *element.kwargs.values()) if isinstance(element, Apply) else ()
-    return [float(x) for x in found if type(x) in (int, float) and abs(x) != math.inf]
 
 
 def _dtype(element: Element) -> torch.dtype:

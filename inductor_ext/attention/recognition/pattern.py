@@ -21,7 +21,7 @@ from ...core.terms import CASTS, arg, calls_torch, is_one, is_tensor, op, reads_
 from ...torch_api.sizes import statically_known_true
 from ..kinds import K, Q
 from . import views
-from .elements import Apply, Constant, Element, Position, Read, Score, positions_in
+from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
 from .indices import ZERO, B, H, Ranges
 from .lifting import Lift, NotAttention, drops_nothing, line_of
 from .products import Operand, Product, equation, node_operands
@@ -137,7 +137,7 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: N
     found = _probabilities(probabilities, weight_index, where.ranges)
     lift = Lift(where.ranges, node, writes)
     score = lift.whole(found.logits.scores, found.index)
-    if lift.product is None or not lift.depends_on_scores(score):
+    if lift.product is None or not depends_on_scores(score):
         return None
     sink = None if found.logits.sink is None else _sink(lift, found)
     between = [found.softmax, *found.between, *found.logits.inside]
@@ -248,7 +248,7 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
 
 def _sink(lift: Lift, found: _Probabilities) -> Element:
     sink = lift.whole(found.logits.sink, (*found.index[:-1], ZERO))
-    if lift.depends_on_scores(sink):
+    if depends_on_scores(sink):
         raise NotAttention("its sink is computed from the scores")
     return sink
 
@@ -287,7 +287,7 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
 
     Raises NotAttention if something else uses them, or if a term depends on them.
     """
-    chain = {n for (n, _), element in lift.visited.items() if lift.depends_on_scores(element)}
+    chain = {n for (n, _), element in lift.visited.items() if depends_on_scores(element)}
     inside = chain | set(between)
     for node in inside:
         others = [u for u in node.users if u not in inside and u is not last and not reads_shape(u)]

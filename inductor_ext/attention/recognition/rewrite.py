@@ -18,7 +18,7 @@ from ...core.dynamo_graph import Inserter
 from ...core.fx import called, dtype_of, fake_tensor, requires_grad, shape_of, value_of
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
-from ...core.terms import op
+from ...core.terms import op, reads_shape
 from ...options import Options
 from ...torch_api.config import uses_eager_random_numbers
 from ...torch_api.graph import is_wrapper, storage_of
@@ -91,6 +91,7 @@ def _replace_or_record(gm: GraphModule, attention: Attention, options: Options) 
         _erase_unused(before, last)
         return
     last.replace_all_uses_with(result)
+    attention.lift.writes.replaced(last, result)
     _erase_unused(before, last)
     _erase(gm, attention)
 
@@ -142,7 +143,7 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
     query, key, value = _operands(outer, attention)
     like = value_of(query)
     emitter = ScoreModEmitter(outer, last, like, ranges)
-    score, masks = attention.score, Masks(ranges).row_maximum_of(attention.score)
+    score, masks = attention.score, Masks(ranges).far(attention.score)
     scale = attention.scale * emitter.scaled(score)
     row = None
     if masks is not None:
@@ -234,8 +235,12 @@ def _as_before(outer: Inserter, result: Node, attention: Attention) -> Node:
 
 
 def _layout_matters(last: Node) -> bool:
-    """Return whether something may need the layout or the memory of the result. The kernel's has the layout of the query."""
-    return not all(called(user) in _ANY_LAYOUT for user in _users(last))
+    """Return whether something may need the layout or the memory of the result. The kernel's has the layout of the query.
+
+    A reshape that is a view passes the layout on. Nothing else is known of ``view`` but that it may not fit another layout.
+    """
+    others = [user for user in last.users if called(user) not in _ANY_LAYOUT and not reads_shape(user)]
+    return not all(called(user) in _PASS_ON and not _layout_matters(user) for user in others)
 
 
 def _copies_may_change(last: Node, writes: Writes) -> bool:
@@ -255,7 +260,8 @@ def _users(last: Node) -> set[Node]:
 
 
 _MAY_COPY = {"contiguous", "reshape", "flatten"}
-_ANY_LAYOUT = _MAY_COPY | {"linear", "size"}
+_ANY_LAYOUT = {"contiguous", "linear"}
+_PASS_ON = {"transpose", "permute", "reshape", "flatten"}
 
 
 def _erase_unused(before: Node, last: Node) -> None:

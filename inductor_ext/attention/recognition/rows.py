@@ -17,7 +17,7 @@ from .arrange import in_order, on_device
 from .elements import Element, Read
 from .evaluate import Evaluator
 from .indices import POSITIONS, B, H, Ranges
-from .masks import FAR
+from .magnitudes import FAR
 
 
 def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.device) -> Read:

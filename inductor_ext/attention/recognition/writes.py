@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Graph, Node
 
 from ...core.fx import called, fake_tensor
@@ -13,19 +15,25 @@ from .views import VIEWS
 
 
 class Writes:
-    """The in-place operations of a graph, by the storage that they change, and the nodes that are computed under no_grad.
-
-    It stays valid while attention is replaced, because that neither adds a write nor moves one.
-    """
+    """The in-place operations of a graph, by the storage that they change, and the nodes that are computed under no_grad."""
 
     def __init__(self, graph: Graph) -> None:
         self.without_gradient = without_gradient(graph.nodes)
-        self._at: dict[int, list[Node]] = {}
+        self._at: dict[Any, list[Node]] = {}
+        # While a tensor exists, no other one has its storage's number.
+        self._alive = [fake_tensor(node) for node in graph.nodes]
         for node in graph.nodes:
             for written in _written(node):
                 value = fake_tensor(written)
                 if value is not None:
                     self._at.setdefault(storage_of(value), []).append(node)
+
+    def replaced(self, old: Node, new: Node) -> None:
+        """Say that ``new`` takes the place of a node: what writes to the memory of that writes to the memory of ``new``."""
+        value = fake_tensor(new)
+        self._alive.append(value)
+        # The list itself, so that it does not matter which of them a later write names.
+        self._at[storage_of(value)] = self._at.setdefault(storage_of(fake_tensor(old)), [])
 
     def between(self, node: Node, reader: Node) -> bool:
         """Return whether the memory of ``node`` changes after it is computed and before ``reader`` reads it."""

@@ -140,6 +140,50 @@ def test_rows_far_from_zero(name, learned):
     assert found.path == "flex_attention"
 
 
+#: A learned gate, a mask that is added before or after, and numbers that scale both.
+INSIDE = {
+    "gated": lambda s, b, m, t: s + t * (b + m),
+    "scaled_gate": lambda s, b, m, t: (s + b) * t + m * t,
+    "scaled_later": lambda s, b, m, t: 0.5 * (s + b + m),
+    "temperature": lambda s, b, m, t: (s + b + m.long()) * t,
+    "alpha": lambda s, b, m, t: torch.add(s + b, m, alpha=2),
+    "of_queries": lambda s, b, m, t: (s + b + m.mT.expand(B, 1, S, S)) * t,
+    "minimum": lambda s, b, m, t: s + torch.minimum(b, m),
+    "chosen_by_what_is_learned": lambda s, b, m, t: s + torch.where(b > 100.0, b, m),
+    "moved": lambda s, b, m, t: s + (b + m).roll(1, -1).flip(2),
+    "looked_up": lambda s, b, m, t: s + torch.gather(b + m, -1, torch.arange(S).flip(0).expand(B, H, S, S)),
+    "a_chunk": lambda s, b, m, t: s + torch.cat([(b + m).chunk(2, 0)[1], (b + m).unbind(0)[0][None]]),
+    "in_place": lambda s, b, m, t: s + (b * 1.5).masked_fill(m < 0, -1e9).roll(1, -1),
+    "time_stamps": lambda s, b, m, t: s - t * (torch.arange(S) * 10**3 - m.long()).abs() * 1e-3,
+}
+
+
+@pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_mask_inside_an_expression(name, learned):
+    """Each is right, as flex_attention or left to stock."""
+    # The gradient of the gate is not compared. It is a sum of large numbers that cancel.
+    gate = learned(torch.rand(1, H, S, 1) + 0.5).requires_grad_()
+    function = lambda q, k, v, b, m: INSIDE[name](q @ k.mT, b, m, gate).softmax(-1) @ v  # noqa: E731
+    found = decisions(function, *tensors(), learned(bias().detach()).requires_grad_(), frozen(-1e9), exact=False)
+    assert len(found) == 1 or name in ("alpha",)
+
+
+def test_a_scaled_tensor_of_another_graph():
+    masked = bias().detach().expand(B, -1, -1, -1).clone()
+    masked[1] = -1e9
+    function = lambda q, k, v, b: (0.5 * ((q @ k.mT) - (-b))).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), masked.requires_grad_(), exact=False)
+    assert found.path == "flex_attention"
+
+
+def test_an_unsigned_number_below_zero():
+    wrapped = lambda: (torch.zeros(S, S, dtype=torch.uint8) - 1).float() * -990.0  # noqa: E731
+    function = lambda q, k, v, b: (q @ k.mT + b + wrapped()).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), exact=False)
+    assert found.path == "flex_attention"
+
+
 def test_a_mask_of_integers_that_is_passed():
     penalty = torch.where(LENGTHS, 0, -(10**6))
     function = lambda q, k, v, b, m: (q @ k.mT + b + m).softmax(-1) @ v  # noqa: E731

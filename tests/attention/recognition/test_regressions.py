@@ -187,8 +187,15 @@ SEGMENTS = (torch.arange(S)[None] // 8 + 1000.0).expand(B, S).contiguous()
 ROUNDED = {
     "positions": lambda s, x: s.masked_fill(_in_half(256)[:, None] < _in_half(256), -1e4),
     "segments": lambda s, x: s.masked_fill(x.bfloat16()[:, None, :, None] != x.bfloat16()[:, None, None, :], -1e4),
+    "float16": lambda s, x: s.masked_fill(*_unequal(torch.float16, 3000)),
+    "bfloat16": lambda s, x: s.masked_fill(*_unequal(torch.bfloat16, 300)),
     "infinities": lambda s, x: s.masked_fill((x * 1e3).half().isinf()[:, None, None], -1e4),
 }
+
+
+def _unequal(dtype, start):
+    positions = torch.arange(start, start + S, dtype=dtype)
+    return positions[:, None] != positions, -5.0
 
 
 def _in_half(start):
@@ -198,7 +205,7 @@ def _in_half(start):
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_comparison_of_rounded_numbers(name):
     """Integers above 256 are equal in bf16 to their neighbours."""
-    function = lambda q, k, v, b, x: ROUNDED[name](q @ k.mT + b, x).softmax(-1) @ v  # noqa: E731
+    function = lambda q, k, v, b, x: ROUNDED[name](q @ k.mT * 0.25 + b, x).softmax(-1) @ v  # noqa: E731
     assert paths(function, *tensors(), bias(), SEGMENTS) == ["flex_attention"]
 
 
@@ -257,6 +264,29 @@ def test_the_memory_and_the_layout_of_the_result():
         out += 1.0
         results.append(torch.autograd.grad(out.square().sum() + viewed.sum(), inputs))
     assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("moved", [lambda x: x.view(B * H, S, D) + 1, lambda x: x + 1])
+def test_the_layout_of_a_reshaped_result(moved):
+    def function(q, k, v, b):
+        return moved(attend(*(x.transpose(1, 2) for x in (q, k, v)), b).reshape(B, H, S, D))
+
+    inputs = [*(randn(B, S, H, D) for _ in range(3)), bias()]
+    assert paths(function, *inputs) == ["flex_attention"]
+    assert torch.compile(function, backend="gradfuse", fullgraph=True)(*inputs).is_contiguous()
+
+
+def test_a_result_that_is_used_and_then_written_to():
+    """The second attention would read the first after the write."""
+
+    def function(q, k, v, b, k2):
+        first = attend(q, k, v, b)
+        scores = first @ k2.mT + b
+        first.add_(1.0)
+        return scores.softmax(-1) @ v, first
+
+    found = paths(function, *tensors(), bias(), randn(B, H, S, D, grad=False))
+    assert found == ["flex_attention", "stock"]
 
 
 def test_inference_mode():
