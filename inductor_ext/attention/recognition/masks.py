@@ -89,11 +89,11 @@ class Masks:
         return self._chosen(arguments["mask"], arguments["value"], arguments["input"], x.dtype)
 
     def _chosen(self, condition: Any, first: Any, second: Any, dtype: torch.dtype) -> Element | None:
-        if is_learned(condition):
-            raise NotAttention("a number that may be a mask is chosen by what is learned")
         branches = [self._part(x, dtype) for x in (first, second)]
         if branches == [None, None]:
             return None
+        if is_learned(condition):
+            raise NotAttention("a number that may be a mask is chosen by what is learned")
         zero = Constant(0.0, working_dtype(dtype))
         return Apply("call_function", torch.where, (condition, *(x or zero for x in branches)), {}, working_dtype(dtype))
 

@@ -82,6 +82,11 @@ def test_masks_that_are_learned_stay_with_stock(name):
     assert "flex_attention" not in paths(CHOSEN[name], *tensors(), bias())
 
 
+def test_a_choice_by_the_scores_of_what_is_small():
+    function = lambda q, k, v, b: torch.where(q @ k.mT > 0, q @ k.mT * 0.25, 0.1).add(b).softmax(-1) @ v  # noqa: E731
+    assert paths(function, *tensors(), torch.nn.Parameter(bias().detach())) == ["flex_attention"]
+
+
 def test_double_precision_is_kept():
     inputs = [x.detach().double().requires_grad_() for x in (*tensors(), bias())]
     check_matches_eager(added, *inputs, frozen(-1e4).double(), tolerance=1e-12)

@@ -209,6 +209,19 @@ def test_a_comparison_of_rounded_numbers(name):
     assert paths(function, *tensors(), bias(), SEGMENTS) == ["flex_attention"]
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [lambda: (torch.arange(S) + 3000).to(torch.float16), lambda: torch.arange(3000, 3000 + S, dtype=torch.float16)],
+    ids=["cast", "arange"],
+)
+def test_rounded_positions_are_added(positions):
+    """Integers above 2048 are off by one in fp16, which a score may not be."""
+    function = lambda q, k, v, b: (q @ k.mT * 0.25 + b + positions().float()).softmax(-1) @ v  # noqa: E731
+    # Compared with fp32, because a score of 3000 has an error of 1e-4 in fp32.
+    (found,) = decisions(function, *tensors(), bias(), exact=False)
+    assert found.path == "flex_attention"
+
+
 def test_a_distance_that_is_rounded_is_an_index():
     index = lambda: (_in_half(256)[:, None] - torch.arange(S)).to(torch.bfloat16).long() - 200  # noqa: E731
     function = lambda q, k, v, w: attend(q, k, v, w[:, index()])  # noqa: E731
