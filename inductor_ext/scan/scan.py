@@ -28,6 +28,7 @@ from ..core.fx import working_dtype
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
+from .captured import Captured
 from .linear_scan import scanned
 from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
@@ -102,18 +103,8 @@ def scan(
     captured = [x for x in additional if isinstance(x, Tensor)]
     if not captured:
         return _Scan.apply(lambda *flat: combine(*flat, *additional), gated(combine), reverse, *xs)
-    numbers = [None if isinstance(x, Tensor) else x for x in additional]
-
-    def with_captured(*flat: Tensor) -> list[Tensor]:
-        before, now = flat[: count + len(captured)], flat[count + len(captured) :]
-        tensors = iter(now[count:])
-        rest = (next(tensors) if n is None else n for n in numbers)
-        results = pytree.tree_leaves(combine(*before[:count], *now[:count], *rest))
-        # A result of the op must not be one of its operands.
-        return [*results, *(x.clone() for x in now[count:])]
-
-    constant = [x.expand(shape[1:]).expand(shape) for x in captured]
-    return _Scan.apply(with_captured, None, reverse, *xs, *constant)[:count]
+    whole = Captured(combine, count, additional)
+    return _Scan.apply(whole, None, reverse, *xs, *whole.leaves(captured, shape))[:count]
 
 
 def _scan_of_one_shape(
@@ -170,6 +161,8 @@ def scan_gradients(
             list(outgoing.values()),
             allow_unused=True,
         )
+        unrounded = _unrounded(combine, before, now, {i: _later(adjoint[i], reverse) for i in through})
+        parts = [unrounded.get(i, part) for i, part in zip(floating, parts, strict=True)]
     result: list[Tensor | None] = [None] * len(xs)
     for i, rest in zip(floating, parts, strict=True):
         if i in outgoing and rest is outgoing[i]:
@@ -182,6 +175,25 @@ def scan_gradients(
             later = torch.zeros_like(xs[i]) if rest is None else result[i]
             result[i] = torch.where(first_of_all(xs[i], reverse), adjoint[i].to(xs[i].dtype), later)
     return result
+
+
+def _unrounded(
+    combine: Callable[..., Any], before: Sequence[Tensor], now: Sequence[Tensor], outgoing: dict[int, Tensor]
+) -> dict[int, Tensor | None]:
+    """The gradients of the leaves that stand for captured tensors of half precision, in fp32, by the number of the leaf.
+
+    before, now: the operands of ``combine``. outgoing: the gradients of its results that have one, by number.
+    """
+    leaves = combine.narrow() if isinstance(combine, Captured) else []
+    if not leaves:
+        return {}
+    after = combine.unrounded(*before, *now)
+    through = [i for i in outgoing if after[i].requires_grad]
+    if not through:
+        return {}
+    grads = [outgoing[i].to(after[i].dtype) for i in through]
+    found = torch.autograd.grad([after[i] for i in through], [now[i] for i in leaves], grads, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> Jacobian:

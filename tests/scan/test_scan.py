@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx import symbolic_trace
 
 from inductor_ext.scan.scan import scan
 from tests.attention.case import relative_error
@@ -224,6 +225,32 @@ def test_captured_tensors_have_gradients(shape):
     got, exact = (torch.autograd.grad(out, [*xs, rate], weights) for out in (ys, wants))
     for a, b in zip((*ys, *got), (*wants, *exact), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def shifted(y1, y2, rate):
+    return y1 + y2 + rate
+
+
+def driven_from_two_on(y1, y2, rate):
+    return y1 + y2 * torch.where(y2 + rate >= 2, rate, 0 * rate)
+
+
+@pytest.mark.parametrize("combine, rate", [(shifted, 0.95), (driven_from_two_on, 0.0045)])
+def test_the_gradient_of_a_captured_number_is_rounded_once(combine, rate):
+    """Its terms are added in fp32. Only the values are rounded: 1.9921875 + 0.0045 is two in bf16, and less in fp32."""
+    traced = symbolic_trace(combine)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, weight = (torch.randn(97, 2, 3, generator=generator).bfloat16() for _ in range(2))
+        x[::7] = 1.9921875
+        x.requires_grad_()
+        c = torch.tensor(rate, dtype=torch.bfloat16, requires_grad=True)
+        (y,) = scan(traced, [x], (c,))
+        (got,) = torch.autograd.grad(y, c, weight)
+        through = weight.double().flip(0).cumsum(0).flip(0)[1:]
+        terms = through if combine is shifted else through * torch.where(x + c >= 2, x, 0).double()[1:]
+        exact = terms.sum().detach()
+        assert abs(got.double() - exact) <= 1.2 * abs(exact.bfloat16().double() - exact) + 1e-5 * abs(terms).sum()
 
 
 def test_captured_numbers():
