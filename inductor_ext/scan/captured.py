@@ -38,7 +38,7 @@ class Captured:
         return self._combined(self.combine, flat, [x.to(d) for x, d in zip(self._now(flat), self.dtypes, strict=True)])
 
     def unrounded(self, *flat: Tensor) -> list[Tensor]:
-        """The same for leaves that are all in fp32, if they were in half precision. It takes ``flat`` as the program does."""
+        """The same for leaves that are all in fp32 where ``flat``, the leaves of the program, are in half precision."""
         widened = [x.to(working_dtype(x.dtype)) for x in flat]
         if not isinstance(self.combine, GraphModule):
             return self._combined(self.combine, widened, self._now(widened))
