@@ -80,6 +80,18 @@ def no_block_mask(ones: Any, zeros: Any, mask_mod: Any) -> tuple[Any, ...]:
     return (*first, *parts[10:], mask_mod)
 
 
+def block_mask(lengths: Sequence[Any], by_query: Any, by_key: Any, block: int, mask_mod: Any) -> tuple[Any, ...]:
+    """Return a block_mask operand all of whose blocks call ``mask_mod``.
+
+    lengths: the numbers of queries and keys. by_query: the number of blocks that are computed in each row of blocks, int32
+    [b, h, rows], and their places, int32 [b, h, rows, columns]. by_key: the same for columns. block: the size of a block.
+    """
+    further = _empty_block_mask()[10:-3]
+    if any(x is not None for x in further):
+        raise RuntimeError(f"torch {torch.__version__} has other parts of a block_mask than gradfuse knows")
+    return (*lengths, *by_query, None, None, *by_key, None, None, *further, block, block, mask_mod)
+
+
 @functools.cache
 def _empty_block_mask() -> tuple[Any, ...]:
     with _disable_current_modes():

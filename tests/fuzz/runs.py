@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.attention import hoisting
-from inductor_ext.attention.recognition import rewrite
+from inductor_ext.attention.recognition import rewrite, skipping
 from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
 from inductor_ext.torch_api.config import without_caches
 from tests.support.eager_graphs import eager_graphs
@@ -137,18 +137,23 @@ def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> C
 
 
 @contextlib.contextmanager
-def _settings(mode: str, lookups_in_the_kernel: bool) -> Iterator[None]:
-    """Settings for compiling and running. The lookups of a score_mod are made into tables outside of it if they are small,
-    as those of all programs are, and stay in it if they are large, which ``lookups_in_the_kernel`` has for small ones too.
+def _settings(mode: str, as_if_large: bool) -> Iterator[None]:
+    """Settings for compiling and running.
+
+    as_if_large: decide for the programs, which are small, as for large ones. The lookups of a score_mod stay in it and are
+    not made into a table, and blocks of scores that masks hide are skipped. A kernel needs blocks that its tiles divide.
     """
     machine = {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]
-    largest = 0 if lookups_in_the_kernel else hoisting.LARGEST_PAIR_TABLE
+    largest = 0 if as_if_large else hoisting.LARGEST_PAIR_TABLE
+    fewest = 1 if as_if_large else skipping.FEWEST_BLOCKS
     with (
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
         without_caches(),
         machine(),
         mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", largest),
         mock.patch.object(rewrite, "FEWEST_ON_CPU", 0),
+        mock.patch.object(skipping, "FEWEST_BLOCKS", fewest),
+        mock.patch.object(skipping, "BLOCK", 8 if mode == "graphs" else skipping.BLOCK),
     ):
         yield
 

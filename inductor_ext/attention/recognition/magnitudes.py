@@ -27,10 +27,13 @@ _UP_TO_ONE = {"sigmoid", "tanh", "sin", "cos", "erf", "sign", "softsign"}
 
 
 class Magnitudes:
-    """Bounds on the absolute values of elements, for positions in ``ranges``. They need not be reached."""
+    """Bounds on the absolute values of elements, for positions in ``ranges``. They need not be reached.
 
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges = ranges
+    minus_infinity: whether they hold for -inf too.
+    """
+
+    def __init__(self, ranges: Ranges, minus_infinity: bool = False) -> None:
+        self._ranges, self._minus_infinity = ranges, minus_infinity
         self._known: dict[Element, float] = {}
 
     def of(self, x: Any) -> float:
@@ -78,7 +81,8 @@ class Magnitudes:
     def _chosen(self, *branches: Any) -> float:
         """Return the bound of a choice. A branch that is -inf hides keys, and does not say how large the others are."""
         values = [x.value if isinstance(x, Constant) else x for x in branches]
-        return max((self.of(x) for x, value in zip(branches, values, strict=True) if value != -math.inf), default=0.0)
+        counted = [x for x, n in zip(branches, values, strict=True) if n != -math.inf or self._minus_infinity]
+        return max(map(self.of, counted), default=0.0)
 
 
 def _wrapped(bound: float, dtype: torch.dtype) -> float:

@@ -36,16 +36,19 @@ class _NotASum(Exception):
 
 
 class Masks:
-    """The terms of one score that may be far from zero. ranges: those of its positions."""
+    """The terms of one score that may be far from zero. ranges: those of its positions.
 
-    def __init__(self, ranges: Ranges) -> None:
-        self._magnitudes = Magnitudes(ranges)
+    minus_infinity: whether -inf counts.
+    """
+
+    def __init__(self, ranges: Ranges, minus_infinity: bool = False) -> None:
+        self._magnitudes = Magnitudes(ranges, minus_infinity)
         self._found: dict[Element, Element | None] = {}
 
     def far(self, x: Element) -> Element | None:
         """Return the terms of a score, or of a part of it, that may be far from zero; None if there are none.
 
-        -inf does not count: it hides a key from any row. Raises NotAttention where a mask would not be understood.
+        -inf, which hides a key from any row, need not count. Raises NotAttention where a mask would not be understood.
         """
         if x not in self._found:
             self._found[x] = None if self._magnitudes.of(x) <= FAR else self._computed(x)

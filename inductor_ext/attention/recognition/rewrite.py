@@ -37,6 +37,7 @@ from .masks import Masks, shifted
 from .pattern import WIDTH, Attention, dtypes, find, learned_terms
 from .rows import largest
 from .sinks import shared
+from .skipping import skipped_blocks
 from .writes import Writes
 
 NAME = "attention_pattern"
@@ -150,15 +151,14 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
         row = largest(outer, masks, ranges, like.device)
         score = shifted(score, row)
     score_mod = emitter.module(score)
-    ones = outer.function(torch.ones, [1, 1, 1], dtype=torch.int32, device=like.device)
-    zeros = outer.function(torch.zeros, [1, 1, 1, 1], dtype=torch.int32, device=like.device)
     mask_mod = install(gm, "mask_mod", _mask_mod(last, like))
+    blocks = skipped_blocks(outer, attention.score, ranges, query, mask_mod)
     call = ForwardCall(
         query,
         key,
         value,
         install(gm, "score_mod", score_mod),
-        no_block_mask(ones, zeros, mask_mod),
+        blocks or _all_blocks(outer, mask_mod, like.device),
         scale,
         {**_OPTIONS, **kernel_dropout.dropout(attention.dropout)},
         tuple(emitter.captured),
@@ -167,8 +167,16 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
     learned = len(set(learned_terms(attention)))
     why = f"its score_mod captures {len(emitter.captured)} tensors; {learned} are learned"
     why += "" if attention.sink is None else ", with its sink"
+    why += "" if blocks is None else ", and blocks that its masks hide are skipped"
     record(NAME, "attention", "flex_attention", why, user_line(fused))
     return _result(outer, fused, row, attention)
+
+
+def _all_blocks(outer: Inserter, mask_mod: Node, device: torch.device) -> tuple[Any, ...]:
+    """Return the block_mask operand that flex_attention has without a block mask."""
+    ones = outer.function(torch.ones, [1, 1, 1], dtype=torch.int32, device=device)
+    zeros = outer.function(torch.zeros, [1, 1, 1, 1], dtype=torch.int32, device=device)
+    return no_block_mask(ones, zeros, mask_mod)
 
 
 def _operands(outer: Inserter, attention: Attention) -> list[Node]:

@@ -30,6 +30,22 @@ def evaluate(outer: Inserter, element: Element, ranges: Ranges, device: torch.de
     return _Rows(outer, ranges, device).value(element)
 
 
+def far_largest(outer: Inserter, masks: Node) -> Node:
+    """Return the largest number of each row of ``masks`` [b, h, q, k], as [b, h, q, 1], or 0 if it is not far from zero.
+
+    It is at least in fp32. It is 0 too where it is infinite.
+    """
+    if dtype_of(masks) not in (torch.float32, torch.float64):
+        masks = outer.method("to", masks, torch.float32)
+    largest = outer.method("amax", masks, POSITIONS.index(K), keepdim=True)
+    if requires_grad(largest):
+        # Softmax does not change with what is subtracted, so that this has no gradient.
+        largest = outer.method("detach", largest)
+    far = outer.function(operator.gt, outer.function(torch.abs, largest), FAR)
+    far = outer.function(operator.and_, far, outer.function(torch.isfinite, largest))
+    return outer.function(torch.where, far, largest, 0.0)
+
+
 class _Rows(Evaluator):
     """Computes elements for all positions at once, with torch ops on tensors that have the dims b, h, q and k."""
 
@@ -39,16 +55,8 @@ class _Rows(Evaluator):
 
     def largest(self, masks: Element) -> Read:
         tensor = self.value(masks)
-        if dtype_of(tensor) not in (torch.float32, torch.float64):
-            tensor = self.outer.method("to", tensor, torch.float32)
         sizes = list(shape_of(tensor))
-        tensor = self.outer.method("amax", tensor, POSITIONS.index(K))
-        if requires_grad(tensor):
-            # Softmax does not change with what is subtracted, so that this has no gradient.
-            tensor = self.outer.method("detach", tensor)
-        far = self.outer.function(operator.gt, self.outer.function(torch.abs, tensor), FAR)
-        far = self.outer.function(operator.and_, far, self.outer.function(torch.isfinite, tensor))
-        row = self.outer.function(torch.where, far, tensor, 0.0)
+        row = self.outer.method("squeeze", far_largest(self.outer, tensor), POSITIONS.index(K))
         # The row keeps a dim of queries even if it is the same for all. Otherwise it could be added to a mask of the keys
         # outside the kernel, and the result be 0 where eager code adds the lowest number and so rounds the score away.
         queries = self.ranges.extents[Q]

@@ -1,0 +1,112 @@
+"""The block mask of a recognised attention: blocks of scores that masks hide as a whole are not computed.
+
+A causal mask, a sliding window or documents hide about half of the scores or more. In the score_mod a hidden score is one
+that is further below the largest number of its row, of those that masks add, than any sum of a bias and a product reaches,
+so that its probability is exactly zero. The score_mod stays as it is: blocks that are not skipped need it. A row that is
+masked as a whole has no hidden scores, because none of them is far below the others.
+
+The blocks are found with torch ops on Dynamo's graph. Layers with the same mask share them, because AOTAutograd merges equal
+nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from ...core.dynamo_graph import Inserter
+from ...core.fx import shape_of, value_of
+from ...torch_api.higher_order import block_mask
+from ..kinds import K, Q
+from .elements import Apply, Element, Position, Read
+from .indices import H, Ranges
+from .lifting import NotAttention
+from .masks import Masks
+from .rows import evaluate, far_largest
+
+#: The queries and keys of a block.
+BLOCK = 128
+#: With fewer blocks of queries or keys than this, finding them costs more than it saves.
+FEWEST_BLOCKS = 4
+#: A score this far below others has the probability zero, whatever is added to both.
+HIDDEN = 1e6
+#: Ops that compare a number of the query with one of the key. Others, such as a product, combine two padding masks.
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "sub"}
+
+
+def skipped_blocks(outer: Inserter, score: Element, ranges: Ranges, query: Node, mask_mod: Node) -> Any:
+    """Return the block_mask operand for the score of an attention; None if no blocks are known to be hidden.
+
+    query: a node on the device. mask_mod: the node of one that hides nothing.
+    """
+    lengths = [ranges.extents[p] for p in (Q, K)]
+    if not all(isinstance(n, int) and -(-n // BLOCK) >= FEWEST_BLOCKS for n in lengths):
+        return None
+    try:
+        masks = Masks(ranges, minus_infinity=True).far(score)
+    except NotAttention:
+        return None
+    if masks is None or H in masks.positions() or not _relates(masks):
+        return None
+    by_query, by_key = visible_blocks(outer, evaluate(outer, masks, ranges, value_of(query).device))
+    return block_mask(lengths, by_query, by_key, BLOCK, mask_mod)
+
+
+def visible_blocks(outer: Inserter, masks: Node) -> tuple[tuple[Node, Node], tuple[Node, Node]]:
+    """Return the blocks that ``masks`` [b, 1, q, k] do not hide: for each row of blocks, and for each column of blocks.
+
+    Both are the number of blocks, int32 [b, 1, rows], and which ones these are, int32 [b, 1, rows, columns], with zeros
+    behind them.
+    """
+    blocks = _blocks(outer, _visible(outer, masks))
+    return _listed(outer, blocks), _listed(outer, outer.method("transpose", blocks, -2, -1))
+
+
+def _relates(masks: Element) -> bool:
+    """Return whether a mask compares the query and the key, or is a tensor with a number for each pair of them.
+
+    What hides keys in all rows alike, as padding does, hides few whole blocks.
+    """
+    for element in masks.walk():
+        if isinstance(element, (Position, Read)) and {Q, K} <= element.own_positions():
+            return True
+        if isinstance(element, Apply) and element.name in _COMPARISONS:
+            parts = [part.positions() & {Q, K} for part in element.parts()]
+            if {Q} in parts and {K} in parts:
+                return True
+    return False
+
+
+def _visible(outer: Inserter, masks: Node) -> Node:
+    """Return where ``masks`` [b, 1, q, k] do not hide a score."""
+    below = outer.function(operator.sub, masks, far_largest(outer, masks))
+    return outer.function(torch.logical_not, outer.function(operator.le, below, -HIDDEN))
+
+
+def _blocks(outer: Inserter, visible: Node) -> Node:
+    """Return which blocks of ``visible`` [b, 1, q, k] have a visible score, as [b, 1, blocks of q, blocks of k]."""
+    batch, _, *lengths = shape_of(visible)
+    numbers = [-(-n // BLOCK) for n in lengths]
+    missing = [BLOCK * blocks - n for blocks, n in zip(numbers, lengths, strict=True)]
+    whole = outer.function(F.pad, visible, (0, missing[1], 0, missing[0])) if any(missing) else visible
+    split = outer.method("reshape", whole, batch, 1, numbers[0], BLOCK, numbers[1], BLOCK)
+    return outer.method("any", outer.method("any", split, 5), 3)
+
+
+def _listed(outer: Inserter, blocks: Node) -> tuple[Node, Node]:
+    """Return the number of blocks in each row, and which ones these are.
+
+    Nothing is sorted, because Inductor's kernel that sorts 300 numbers is wrong in torch 2.11.
+    """
+    columns = shape_of(blocks)[-1]
+    along = outer.function(torch.arange, columns, device=value_of(blocks).device)
+    place = outer.function(operator.sub, outer.method("cumsum", blocks, -1), 1)
+    here = outer.function(operator.eq, outer.method("unsqueeze", place, -1), along)
+    here = outer.function(operator.and_, here, outer.method("unsqueeze", blocks, -1))
+    chosen = outer.function(operator.mul, here, outer.method("unsqueeze", along, -1))
+    number = outer.method("sum", blocks, -1, dtype=torch.int32)
+    return number, outer.method("sum", chosen, -2, dtype=torch.int32)
