@@ -5,7 +5,8 @@ python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
 python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
 
 A step is forward, loss and backward. The time is the median, and the peak is what a step allocates beyond parameters. Every
-model has a process for each peer. All processes compile at the same time, and then they are timed one after another.
+model has a process for each peer. All processes compile at the same time, and then they are timed one after another. Last,
+new processes take a first step with the caches that the first ones have filled, again all at the same time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +108,7 @@ _SMALL_SWIN = {"depths": [2, 2], "num_heads": [4, 8], "image_size": 64, "patch_s
 MODELS = {
     "t5_base_512": Model(_t5, 8, 512, _both_sides, {"num_layers": 1}),
     "t5_base_2048": Model(_t5, 4, 2048, _both_sides, {"num_layers": 1}),
-    "swin_b": Model(lambda **s: _swin(hf.SwinModel, hf.SwinConfig, **s), 32, 224, _images, _SMALL_SWIN),
+    "swin_b": Model(lambda **s: _swin(hf.SwinModel, hf.SwinConfig, **s), 64, 224, _images, _SMALL_SWIN),
     "swin_v2_b": Model(lambda **s: _swin(hf.Swinv2Model, hf.Swinv2Config, **s), 32, 256, _images, _SMALL_SWIN),
     "beit_b": Model(_beit, 32, 224, _images, _TWO_LAYERS),
     "deberta_v3_base": Model(_deberta, 16, 512, _tokens, _TWO_LAYERS),
@@ -134,17 +136,20 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
     inputs = {k: v.to(device) for k, v in case.inputs(batch, length).items()}
     row: dict[str, Any] = {"model": name, "batch": batch, "length": length, "peer": peer}
     run = torch.compile(model, backend=BACKENDS[peer]) if peer != "eager" else model
+    begin = time.perf_counter()
     with collect() as report:
         _step(run, inputs, device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    row["first_step_s"] = time.perf_counter() - begin
     if peer == "gradfuse":
         row["fired"] = Counter(d.pass_name for d in report.decisions if d.path != "stock")
     if not smoke:
         model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         print("ready", flush=True)
-        input()
-        row |= _times(lambda: _step(run, inputs, device))
+        if input() == "time":
+            row |= _times(lambda: _step(run, inputs, device))
     return row
 
 
@@ -177,10 +182,28 @@ def _start(name: str, peer: str, smoke: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True)
 
 
-def _row(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """Let a worker that is ready measure, and return its row. A worker that failed has printed its row before."""
-    out, _ = worker.communicate("\n")
+def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[str, Any]:
+    """Return the row of a worker that has printed its first line. measures: "time", or "" for the first step only.
+
+    A worker that failed has printed its row at once.
+    """
+    if first_line.strip() != "ready":
+        return json.loads(first_line)
+    out, _ = worker.communicate(f"{measures}\n")
     return json.loads(out.strip().splitlines()[-1])
+
+
+def _rows(chosen: list[tuple[str, str]], measures: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the chosen models and peers, in order, after all have taken their first step."""
+    workers = [_start(name, peer, False) for name, peer in chosen]
+    first_lines = [worker.stdout.readline() for worker in workers]
+    for worker, line in zip(progress("models", "step", of=workers), first_lines, strict=True):
+        yield _row(worker, line, measures)
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    result = {"suite": "models", "environment": environment() | {"transformers": hf.__version__}, "rows": rows}
+    (RESULTS / "models.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -195,17 +218,19 @@ def main() -> None:
     if given.worker:
         _work(*chosen[0], given.smoke)
         return
-    workers = [_start(name, peer, given.smoke) for name, peer in chosen]
-    if not given.smoke:
-        first_lines = [worker.stdout.readline() for worker in workers]
+    if given.smoke:
+        for name, peer in chosen:
+            print(_start(name, peer, True).communicate()[0].strip().splitlines()[-1], flush=True)
+        return
     rows: list[dict[str, Any]] = []
-    for i, worker in enumerate(progress("models", "step", of=workers)):
-        failed = not given.smoke and first_lines[i].strip() != "ready"
-        rows.append(json.loads(first_lines[i]) if failed else _row(worker))
-        print(json.dumps(rows[-1]), flush=True)
-        if not given.smoke:
-            result = {"suite": "models", "environment": environment() | {"transformers": hf.__version__}, "rows": rows}
-            (RESULTS / "models.json").write_text(json.dumps(result, indent=1) + "\n")
+    for row in _rows(chosen, "time"):
+        print(json.dumps(row), flush=True)
+        _write(rows := [*rows, row])
+    compiled = [row for row in rows if row["peer"] != "eager" and "refused" not in row]
+    again = _rows([(row["model"], row["peer"]) for row in compiled], "")
+    for row, warm in zip(compiled, again, strict=True):
+        row["warm_first_step_s"] = warm.get("first_step_s")
+    _write(rows)
 
 
 if __name__ == "__main__":
