@@ -54,11 +54,18 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:
-    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops. An outer trace has no influence on it."""
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors, whatever is being traced outside."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
+        yield
+
+
+def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:
+    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops. An outer trace has no influence on it."""
+    with real_tensors():
         traced = make_fx(fn)(*(torch.ones((), dtype=dtype) for dtype in dtypes))
     traced.graph.eliminate_dead_code()
     traced.recompile()

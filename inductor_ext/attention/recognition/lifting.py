@@ -25,6 +25,7 @@ from ..footprints import is_pointwise
 from ..functional import out_of_place
 from ..kinds import K, Q
 from . import lookups, views
+from .constants import folded
 from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
 from .indices import Ranges
 from .products import Product, product_of
@@ -178,7 +179,7 @@ class Lift:
             raise NotLifted
         if not after.is_floating_point:
             self._check_exact([element])
-        return Apply("call_method", "to", (element, after), {}, after)
+        return folded(Apply("call_method", "to", (element, after), {}, after), node)
 
     def _lookup(self, node: Node, index: views.Index) -> Element:
         """An element of a table at indices that are computed, or that are data."""
@@ -252,7 +253,7 @@ class Lift:
         self._check_reads(element)
         if not element.dtype.is_floating_point or element.name in _STEPS:
             self._check_exact(made.values())
-        return element
+        return folded(element, node)
 
     def _check_exact(self, operands: Iterable[Element]) -> None:
         """Raise NotLifted if a kernel would compute one of these numbers otherwise than the graph.
@@ -311,4 +312,5 @@ _FILLS = {
     "full": _value_at(1, "fill_value"),
     "full_like": _value_at(1, "fill_value"),
     "new_full": _value_at(2, "fill_value"),
+    "tensor": _value_at(0, "data"),
 }

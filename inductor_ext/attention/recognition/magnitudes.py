@@ -74,8 +74,9 @@ class Magnitudes:
         if name == "mul" and len(args) == 2:
             first, second = map(self.of, args)
             return math.inf if math.inf in (first, second) else first * second
-        if name == "div" and len(args) == 2 and isinstance(args[1], (int, float)) and args[1]:
-            return self.of(args[0]) / self.of(args[1])
+        if name == "div" and len(args) == 2:
+            divisor = args[1].value if isinstance(args[1], Constant) else args[1]
+            return self.of(args[0]) / abs(divisor) if isinstance(divisor, (int, float)) and divisor else math.inf
         return math.inf
 
     def _chosen(self, *branches: Any) -> float:
