@@ -131,6 +131,16 @@ def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node,
     return {node: value.footprint for node, value in _interpret(graph, Ranges(extents)).items()}
 
 
+def polynomials(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, sympy.Expr]:
+    """Return the nodes of a score_mod that are polynomials in b, h, q and k alone, with these.
+
+    extents: as for ``footprints``.
+    """
+    values = _interpret(graph, Ranges(extents))
+    found = {node: value.polynomial for node, value in values.items() if value.polynomial is not None}
+    return {node: x for node, x in found.items() if x.free_symbols <= {B, H, Q, K}}
+
+
 def inexact_integers(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> set[Node]:
     """Return the nodes of a score_mod graph that wrap or round integers, or may do so.
 

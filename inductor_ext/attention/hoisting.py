@@ -11,7 +11,7 @@ bucket lookup scatters Q + K values for each head, not Q * K.
     column        [B?, H?, K]               t[b, h, k]
     diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances are at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
-    pair          [B?, H?, Q, K]            t[b, h, q, k]     (only small ones, for lookups or expensive functions)
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, or larger ones of lookups in rows)
 
 The pass applies these rules, in this order:
     a learned term of the result that does not depend on the key is dropped if nobody asks for the logsumexp, because
@@ -46,6 +46,7 @@ from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
 from .kinds import NONE, PAIR, FootprintKind
 from .no_mask import hides_nothing
+from .row_lookups import LARGEST_TABLE, row_lookups
 from .score_mod import ScoreMod
 from .tables import Tables
 
@@ -85,16 +86,19 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
     _fill_constants(graph)
+    extents = _extents(query, call.key)
+    known = footprints(graph, extents)
     tables = Tables(
         Inserter(gm.graph, node),
         graph,
         query,
         call.key,
         dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
-        inexact_integers(graph, _extents(query, call.key)),
+        inexact_integers(graph, extents),
         masked=not hides_nothing(call, getattr(gm, call.mask.mask_mod.target)),
+        row_lookups=row_lookups(graph, known, extents),
     )
-    hoist = _Hoist(graph, footprints(graph, _extents(query, call.key)), list(captured), tables)
+    hoist = _Hoist(graph, known, list(captured), tables)
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         hoist.merge_sums()
@@ -255,7 +259,7 @@ class _Hoist:
             and footprint is not None
             and not footprint.unknown
             and not footprint.score
-            and (footprint.kind is not PAIR or self._small(footprint) or self._sums_vectors(node))
+            and (footprint.kind is not PAIR or self._small(footprint) or self._sums_vectors(node) or self._looks_up(node))
             and value is not None
             and value.dim() == 0
             and value.is_floating_point()
@@ -270,6 +274,13 @@ class _Hoist:
     def _sums_vectors(self, node: Node) -> bool:
         """Return whether a number is computed from whole rows of captured tensors. No kernel can do that for every score."""
         return any(_is_vector(n) for n in cone(node))
+
+    def _looks_up(self, node: Node) -> bool:
+        """Return whether a number is computed from lookups in rows, and all pairs of these are not too many."""
+        elements = self.tables.elements(self.footprints[node])
+        return (
+            elements is not None and elements <= LARGEST_TABLE and not self.tables.row_lookups.keys().isdisjoint(cone(node))
+        )
 
     def _small(self, footprint: Footprint) -> bool:
         """Return whether a table of pairs is small enough."""

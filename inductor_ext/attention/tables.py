@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from ..core.dynamo_graph import Inserter
@@ -33,7 +34,8 @@ class Tables:
     captured: the placeholders of captured tensors in ``inner``, with their values in ``outer``.
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
     range, so lookups must not assert.
-    operands: the tables, which the score_mod captures in addition to ``captured``. kinds: the kinds of these tables.
+    row_lookups: see row_lookups.py. operands: the tables, which the score_mod captures in addition to ``captured``. kinds:
+    the kinds of these tables.
     """
 
     outer: Inserter
@@ -43,6 +45,7 @@ class Tables:
     captured: dict[Node, Any]
     inexact: set[Node]
     masked: bool
+    row_lookups: dict[Node, int] = field(default_factory=dict)
     operands: list[Node] = field(default_factory=list)
     kinds: dict[Node, FootprintKind] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -133,6 +136,8 @@ class Tables:
             position = grid[ScoreMod.of(self.inner).positions.index(node)]
             # A position that the footprint does not have cancels (as in ``(q - k) + k``), so any value can be used.
             done[node] = position if position is not None else self._range(0, [1])
+        elif node in self.row_lookups and grid[0] is not None and grid[1] is not None:
+            done[node] = self._looked_up_in_rows(node, grid, done)
         elif node.target is operator.getitem:
             table, indices = node.args[0], indices_of(node)
             shape = fake_tensor(table).shape
@@ -153,6 +158,25 @@ class Tables:
                 copied = self.outer.function(torch.ops.gradfuse.stored.default, copied)
             done[node] = copied if node.all_input_nodes else self._one_element(copied)
         return done[node]
+
+    def _looked_up_in_rows(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
+        """Insert a lookup in rows as a gather. The rows are those of the query, or of the key, which are then columns."""
+        call, method, by_key = self.outer.function, self.outer.method, self.row_lookups[node] == 3
+        table, place = node.args[0], indices_of(node)[-1]
+        batch, heads, length, bins = fake_tensor(table).shape
+        index = self._safe(self._outside(place, grid, done), bins, table, 3)
+        if not self.masked:
+            index = call(torch.where, call(operator.lt, index, 0), call(operator.add, index, bins), index)
+        columns = grid[-1][3]
+        index = call(torch.broadcast_to, method("long", index), [1, 1, *grid[-1][2:]])
+        if by_key:
+            # The columns behind the last key, which pad the table's rows, have no row here.
+            index = call(torch.transpose, method("narrow", index, 3, 0, length), 2, 3)
+        found = call(torch.gather, self._outside(table, grid, done), 3, method("expand", index, batch, heads, -1, -1))
+        if not by_key:
+            return found
+        found = call(torch.transpose, found, 2, 3)
+        return found if columns == length else call(F.pad, found, (0, columns - length))
 
     def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
         """Insert a sum over vectors [*grid, D]. A vector has size 1 along the positions on which it does not depend."""

@@ -50,6 +50,23 @@ def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype
     return values.new_empty((rows, values.shape[1]), dtype=dtype)
 
 
+@torch.library.custom_op("gradfuse::bin_sums", mutates_args=())
+def bin_sums(values: Tensor, index: Tensor, bins: int) -> Tensor:
+    """Add the values of each row by bins that are the same in all slices: the gradient of a lookup in rows.
+
+    values is [L, R, N], index [R, N] (integers). The result is [L, R, bins], in the dtype in which the sums are accumulated:
+    ``out[l, r, j]`` is the sum of ``values[l, r, n]`` over all n with ``index[r, n] == j``.
+    """
+    wide = working_dtype(values.dtype)
+    total = torch.zeros((*values.shape[:2], bins), dtype=wide, device=values.device)
+    return total.scatter_add_(2, index.long().expand(values.shape), values.to(wide))
+
+
+@bin_sums.register_fake
+def _(values: Tensor, index: Tensor, bins: int) -> Tensor:
+    return values.new_empty((*values.shape[:2], bins), dtype=working_dtype(values.dtype))
+
+
 @torch.library.custom_op("gradfuse::place_rows", mutates_args=())
 def place_rows(values: Tensor, indices: Tensor) -> Tensor:
     """Compute ``out[indices[i]] = values[i]``. values and the result are [N, ...], indices [N] a permutation of 0 .. N-1."""

@@ -72,6 +72,37 @@ def match(node: Node) -> ScatterAdd | None:
     return None
 
 
+@dataclass(frozen=True)
+class Binned:
+    """The gradient of a lookup in the rows of a tensor: ``base[..., r, index[r, n]] += values[..., r, n]``.
+
+    index: [R, N], or with dims of size 1 before it.
+    """
+
+    node: Node
+    base: Node
+    index: Node
+    values: Node
+
+
+def match_binned(node: Node) -> Binned | None:
+    """The scatter-add along the last dim whose index is the same in all slices of the dims before the rows, or None."""
+    value = fake_tensor(node)
+    if node.op != "call_function" or value is None or not value.is_floating_point() or value.dim() < 3:
+        return None
+    if node.target is not aten.scatter_add.default and not _sums_onto_base(node):
+        return None
+    base, dim, index, values = node.args[:4]
+    whole = same_shape(index, values) and same_sizes(value.shape[:-1], shape_of(values)[:-1])
+    if dim % value.dim() != value.dim() - 1 or not whole or index.target is not aten.expand.default:
+        return None
+    shape = shape_of(index.args[0])
+    own = len(shape) >= 2 and same_sizes(shape[-2:], shape_of(values)[-2:])
+    if not own or not all(statically_known_true(n == 1) for n in shape[:-2]):
+        return None
+    return Binned(node, base, index.args[0], values)
+
+
 def is_zero(node: Any) -> bool:
     """Whether a node is a tensor of zeros."""
     filled = node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0

@@ -9,8 +9,10 @@ how an index was computed (in the backward graph it is a placeholder), so this p
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
+    bins within rows, the same in many slices      bin_sums: the values of each bin added by a product with a one-hot matrix
 
-All but the last but one are bitwise reproducible. With ``deterministic``, segment_sum is used wherever a GPU can run it.
+All but "the same scatter in fp32" are bitwise reproducible. With ``deterministic``, segment_sum is used wherever a GPU can
+run it.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from torch.fx import Node
 
 from ..core.fx import DECOMPOSED_VIEWS, HALF, cast_of, same_shape, same_sizes, value_of, working_dtype
 from ..core.joint_graph import Builder
+from ..core.kernels import SUPPORTED_DTYPES
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import size_hint
 from .inverses import inverse
 from .permutations import names_once, repeated
-from .scatter_adds import ScatterAdd, is_zero, match, narrow_source, row_mask
+from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
 
 NAME = "scatters"
 
@@ -42,6 +45,9 @@ gradfuse = torch.ops.gradfuse
 #: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
 
+#: The fewest slices for ``bin_sums``.
+_FEWEST_SLICES = 16
+
 #: What a form of the sum returns: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]
 
@@ -50,6 +56,10 @@ def rewrite(build: Builder, options: Options) -> None:
     """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
     rewriter = _Rewriter(build, options.deterministic)
     for node in list(build.graph.nodes):
+        binned = match_binned(node)
+        if binned is not None and rewriter.worth_binning(binned):
+            rewriter.bins(binned)
+            continue
         found = match(node) or rewriter.by_elements(node)
         if found is not None:
             rewriter.scatter(found)
@@ -83,6 +93,26 @@ class _Rewriter:
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
                 self._replace(found.node, *result)
+
+    def worth_binning(self, found: Binned) -> bool:
+        """Whether a GPU should compute the sum by matmuls: with fewer slices, most of each matmul would be empty."""
+        value, values = value_of(found.node), value_of(found.values)
+        sizes = [size_hint(n) for n in (*values.shape, value.shape[-1])]
+        many = None not in sizes and 0 not in sizes and math.prod(sizes[:-3]) >= _FEWEST_SLICES
+        supported = {value.dtype, values.dtype} <= set(SUPPORTED_DTYPES) and Target.of(value.device).triton
+        return many and supported
+
+    def bins(self, found: Binned) -> None:
+        """Replace a scatter-add into bins of rows by ``bin_sums``."""
+        with self.build.before(found.node):
+            dims = range(value_of(found.values).dim())
+            *slices, rows, count = self.build.sizes(found.values, dims)
+            bins = self.build.size(found.base, dims[-1])
+            index = self._view(found.index, [rows, count])
+            values = self._view(found.values, [self.build.product(slices), rows, count])
+            total = self.build.call(gradfuse.bin_sums.default, values, index, bins)
+            total = self._onto(found.base, self._view(total, [*slices, rows, bins]))
+            self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 
     def by_elements(self, node: Node) -> ScatterAdd | None:
         """An element-wise sum that must be deterministic on a GPU, as a scatter-add with one index for each dim."""

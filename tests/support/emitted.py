@@ -40,6 +40,18 @@ def segment_kernels(width=2048):
     return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
 
 
+def bin_sums_kernel():
+    """The kernel of bin_sums for fp32 values."""
+    from inductor_ext.gathers.row_sums import bin_sums
+
+    index = torch.randint(0, 50, (5, 80))
+    run = torch.compile(lambda v: bin_sums(v, index, 50), backend="gradfuse")
+    torch._dynamo.reset()
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(run, torch.randn(20, 5, 80))
+    return next(k for k in kernels_of(code) if "BLOCK_J" in k)
+
+
 def body(source):
     """The kernel's code without imports, decorators, names of buffers and Inductor's own annotations."""
     text = source[source.index("def triton_") :]
