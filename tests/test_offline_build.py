@@ -19,7 +19,7 @@ from inductor_ext.core.target import Target
 from tests.attention.attention_kernels import ATTENTIONS, sources
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
-from tests.support.emitted import segment_kernels
+from tests.support.emitted import bin_sums_kernel, segment_kernels
 from tests.support.offline import Builder
 from tests.support.targets import on_target
 
@@ -214,6 +214,12 @@ def test_a_failed_build_names_its_kernel_and_is_the_only_one_to_fail(how, builde
 def test_sorted_segments_build_without_spills(arch, builder):
     for source, num_warps in segment_kernels():
         builder.build(source, arch, num_warps, 1).check()
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+def test_sums_of_bins_build_without_spills(arch, builder):
+    builder.build(bin_sums_kernel(), arch, 4, 2).check()
 
 
 SCANS = {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.kernel_op import KernelOp, needs_triton
+from ..core.kernels import SUPPORTED_DTYPES
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, realize
 from ..torch_api.template import SymbolicGridFn, make_template
@@ -15,7 +16,6 @@ from .row_sums import bin_sums as op
 
 #: Slices, values and bins of a tile: one tile of values and one of sums fit into registers.
 BLOCK = 64
-_TRITON = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
 
 
 @SymbolicGridFn
@@ -28,7 +28,7 @@ _template = make_template("gradfuse_bin_sums", _grid, load("gathers/bin_sums"))
 
 def unsupported(values: Any, index: Any, bins: Any) -> str | None:
     """Return why the kernel cannot take the operands, or None."""
-    if values.get_dtype() not in _TRITON:
+    if values.get_dtype() not in SUPPORTED_DTYPES:
         return f"there is no kernel for {values.get_dtype()}"
     return needs_triton(values)
 
@@ -45,9 +45,9 @@ def lower(values: Any, index: Any, bins: Any) -> Any:
         [],
         fixed_layout(values.get_device(), torch.float32, size, contiguous_strides(size)),
         [rows, slices],
-        VALUE_DTYPE=_TRITON[dtype],
-        # A one-hot matrix is exact in any dtype. Three TF32 products of fp32 values are as exact as one in fp32.
-        PRECISION="'tf32x3'" if dtype is torch.float32 else "'ieee'",
+        # A one-hot matrix is exact in any dtype, and three numbers of 8 bits are one of 24.
+        PART_DTYPE="tl.float16" if dtype is torch.float16 else "tl.bfloat16",
+        PARTS=3 if dtype is torch.float32 else 1,
         BLOCK_L=BLOCK,
         BLOCK_N=BLOCK,
         BLOCK_J=BLOCK,
