@@ -21,8 +21,9 @@ from .footprints import Footprint, polynomials
 from .kinds import COLUMN, NONE, ROW
 from .score_mod import ScoreMod
 
-#: The largest number of elements of such a table: half a gigabyte, and the same for its gradient.
-LARGEST_TABLE = 2**27
+#: The largest number of elements of such a table: a quarter of a gigabyte, and the same for its gradient. With twice as
+#: many, DeBERTa's lookups at clamped distances are no faster outside (docs/notes/attention.md).
+LARGEST_TABLE = 2**26
 #: With fewer slices, the matmuls of the gradient would be mostly empty.
 FEWEST_SLICES = 16
 
