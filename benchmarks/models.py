@@ -202,8 +202,16 @@ def _rows(chosen: list[tuple[str, str]], measures: str) -> Iterator[dict[str, An
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    result = {"suite": "models", "environment": environment() | {"transformers": hf.__version__}, "rows": rows}
-    (RESULTS / "models.json").write_text(json.dumps(result, indent=1) + "\n")
+    """Write rows, each with its date. Rows of other models stay if they were measured with the same GPU and versions."""
+    path, here = RESULTS / "models.json", environment() | {"transformers": hf.__version__}
+    date = here.pop("date")
+    rows = [{**row, "date": date} for row in rows]
+    before = json.loads(path.read_text()) if path.exists() else {"environment": None}
+    if before["environment"] == here:
+        measured = {row["model"] for row in rows}
+        rows += [row for row in before["rows"] if row["model"] not in measured]
+    rows.sort(key=lambda row: [*MODELS].index(row["model"]))
+    path.write_text(json.dumps({"suite": "models", "environment": here, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 def provenance(result: dict[str, Any]) -> str:
     e = result["environment"]
-    return f"Measured {e['date']} on {e['device']}, torch {e['torch']}, Triton {e['triton']}."
+    when = f" {e['date']}" if "date" in e else ""
+    return f"Measured{when} on {e['device']}, torch {e['torch']}, Triton {e['triton']}."
 
 
 def flex_table() -> str:
@@ -126,12 +127,13 @@ def models_table() -> str:
     ratio = (wide.step_ms.stock / wide.step_ms.gradfuse).map("{:.2f}×".format)
     step = wide.step_ms.map("{:.1f}".format)
     peak = (wide.step_peak_mb / 1024).map("{:.1f}".format)
-    fired = rows[rows.peer == "gradfuse"].set_index("model").fired.map(_fired)
-    lines = pd.concat([step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, fired], axis=1).reset_index()
+    ours = rows[rows.peer == "gradfuse"].set_index("model")
+    columns = [step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, ours.fired.map(_fired), ours.date]
+    lines = pd.concat(columns, axis=1).reset_index()
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
         "The peak is what a step allocates beyond the parameters.\n\n"
-    ) + markdown("model | stock | gradfuse | ratio | peak, GB: stock | gradfuse | what fires", lines.to_numpy())
+    ) + markdown("model | stock | gradfuse | ratio | peak, GB: stock | gradfuse | what fires | date", lines.to_numpy())
 
 
 def _fired(counts: dict[str, int]) -> str:
