@@ -52,6 +52,8 @@ from .tables import Tables
 
 NAME = "hoisting"
 
+#: The passes without which the gradient of a lookup in rows would be atomics outside of the kernel.
+_LOOKUP_GRADIENTS = ("scatters", "bin_sums")
 _SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
 #: Ops that cost a kernel more than a read of a table.
 _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
@@ -96,7 +98,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
         inexact_integers(graph, extents),
         masked=not hides_nothing(call, getattr(gm, call.mask.mask_mod.target)),
-        row_lookups=row_lookups(graph, known, extents),
+        row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
     )
     hoist = _Hoist(graph, known, list(captured), tables)
     with gm.graph.inserting_before(node):

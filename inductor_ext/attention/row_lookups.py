@@ -17,31 +17,32 @@ from torch.fx import Graph, Node
 from ..core.fx import fake_tensor, indices_of
 from ..core.kernels import SUPPORTED_DTYPES
 from ..core.target import Target
+from ..gathers.row_sums import FEWEST_SLICES
 from .footprints import Footprint, polynomials
 from .kinds import COLUMN, NONE, ROW
 from .score_mod import ScoreMod
 
-#: The largest number of elements of such a table: a quarter of a gigabyte, and the same for its gradient. With twice as
+#: The largest number of elements of such a table: a quarter of a gigabyte, which may be kept for the backward, and the same
+#: for its gradient. With twice as
 #: many, DeBERTa's lookups at clamped distances are no faster outside (docs/notes/attention.md).
 LARGEST_TABLE = 2**26
-#: With fewer slices, the matmuls of the gradient would be mostly empty.
-FEWEST_SLICES = 16
 
 
-def row_lookups(graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> dict[Node, int]:
-    """Return the lookups in rows among the nodes of a score_mod's graph, with the dim of the position that chooses the row.
+def row_lookups(graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> dict[Node, bool]:
+    """Return the lookups in rows among the nodes of a score_mod's graph, and whether the key chooses the row.
 
-    extents: the numbers of values of b, h, q and k. The dim is 2 for the query and 3 for the key.
+    extents: the numbers of values of b, h, q and k.
     """
     if not all(isinstance(n, int) for n in extents) or extents[0] * extents[1] < FEWEST_SLICES:
         return {}
     sums = polynomials(graph, extents)
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem]
-    found = {node: _row_position(node, graph, footprints, extents) for node in nodes if indices_of(node)[-1] not in sums}
-    return {node: at for node, at in found.items() if at is not None}
+    found = {node: _by_key(node, graph, footprints, extents) for node in nodes if indices_of(node)[-1] not in sums}
+    return {node: by_key for node, by_key in found.items() if by_key is not None}
 
 
-def _row_position(node: Node, graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> int | None:
+def _by_key(node: Node, graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> bool | None:
+    """Return whether the key, and not the query, chooses the row of a lookup in rows; None for any other read."""
     positions = ScoreMod.of(graph).positions
     table, indices = fake_tensor(node.args[0]), indices_of(node)
     if node.args[0].op != "placeholder" or table is None or not len(indices) == table.dim() == 4:
@@ -51,8 +52,9 @@ def _row_position(node: Node, graph: Graph, footprints: dict[Node, Footprint], e
     batch, head, row, place = indices
     if (batch, head) != positions[:2] or row not in positions[2:] or not _depends_on_both(place, footprints):
         return None
-    at = positions.index(row)
-    return at if tuple(table.shape[:3]) == (extents[0], extents[1], extents[at]) else None
+    by_key = row is positions[3]
+    rows = extents[3] if by_key else extents[2]
+    return by_key if tuple(table.shape[:3]) == (extents[0], extents[1], rows) else None
 
 
 def _depends_on_both(index: Any, footprints: dict[Node, Footprint]) -> bool:

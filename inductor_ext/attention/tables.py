@@ -45,7 +45,7 @@ class Tables:
     captured: dict[Node, Any]
     inexact: set[Node]
     masked: bool
-    row_lookups: dict[Node, int] = field(default_factory=dict)
+    row_lookups: dict[Node, bool] = field(default_factory=dict)
     operands: list[Node] = field(default_factory=list)
     kinds: dict[Node, FootprintKind] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -161,7 +161,8 @@ class Tables:
 
     def _looked_up_in_rows(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
         """Insert a lookup in rows as a gather. The rows are those of the query, or of the key, which are then columns."""
-        call, method, by_key = self.outer.function, self.outer.method, self.row_lookups[node] == 3
+        call, method = self.outer.function, self.outer.method
+        by_key = self.row_lookups[node]
         table, place = node.args[0], indices_of(node)[-1]
         batch, heads, length, bins = fake_tensor(table).shape
         index = self._safe(self._outside(place, grid, done), bins, table, 3)

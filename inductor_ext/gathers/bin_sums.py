@@ -22,11 +22,12 @@ SMALL = {"BLOCK_L": 64, "BLOCK_N": 64, "BLOCK_J": 64, "num_warps": 4}
 
 
 @SymbolicGridFn
-def _grid(rows: Any, slices: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return rows, cdiv(slices, meta["BLOCK_L"]), 1
+def grid(rows: Any, slices: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    """One axis for rows and tiles of slices, because the others end at 65535."""
+    return rows * cdiv(slices, meta["BLOCK_L"]), 1, 1
 
 
-_template = make_template("gradfuse_bin_sums", _grid, load("gathers/bin_sums"))
+_template = make_template("gradfuse_bin_sums", grid, load("gathers/bin_sums"))
 
 
 def unsupported(values: Any, index: Any, bins: Any) -> str | None:
@@ -52,6 +53,7 @@ def lower(values: Any, index: Any, bins: Any) -> Any:
         # A one-hot matrix is exact in any dtype, and three numbers of 8 bits are one of 24.
         PART_DTYPE="tl.float16" if dtype is torch.float16 else "tl.bfloat16",
         PARTS=3 if dtype is torch.float32 else 1,
+        LARGEST=torch.finfo(torch.bfloat16).max,
         **tiles,
         num_stages=1,
     )

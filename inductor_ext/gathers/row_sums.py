@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..core.fx import working_dtype
 
+#: The fewest slices for ``bin_sums``: with fewer, its matmuls would be mostly empty.
+FEWEST_SLICES = 16
+
 
 @torch.library.custom_op("gradfuse::gather_sum", mutates_args=())
 def gather_sum(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:
@@ -54,8 +57,8 @@ def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype
 def bin_sums(values: Tensor, index: Tensor, bins: int) -> Tensor:
     """Add the values of each row by bins that are the same in all slices: the gradient of a lookup in rows.
 
-    values is [L, R, N], index [R, N] (integers). The result is [L, R, bins], in the dtype in which the sums are accumulated:
-    ``out[l, r, j]`` is the sum of ``values[l, r, n]`` over all n with ``index[r, n] == j``.
+    values is [L, R, N], index [R, N] (integers from 0 to bins - 1). The result is [L, R, bins], in the dtype in which the
+    sums are accumulated: ``out[l, r, j]`` is the sum of ``values[l, r, n]`` over all n with ``index[r, n] == j``.
     """
     wide = working_dtype(values.dtype)
     total = torch.zeros((*values.shape[:2], bins), dtype=wide, device=values.device)

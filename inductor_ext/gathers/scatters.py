@@ -4,12 +4,12 @@ The gradient of a gather is a scatter-add, and stock accumulates it in the dtype
 how an index was computed (in the backward graph it is a placeholder), so this pass runs before AOTAutograd partitions it.
 
     scatter into rows 0 .. S-1                     becomes
+    bins within rows, the same in many slices      bin_sums: the values of each bin added by a product with a one-hot matrix
     by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
-    bins within rows, the same in many slices      bin_sums: the values of each bin added by a product with a one-hot matrix
 
 All but "the same scatter in fp32" are bitwise reproducible. With ``deterministic``, segment_sum is used wherever a GPU can
 run it.
@@ -35,6 +35,7 @@ from ..options import Options
 from ..torch_api.sizes import size_hint
 from .inverses import inverse
 from .permutations import names_once, repeated
+from .row_sums import FEWEST_SLICES
 from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
 
 NAME = "scatters"
@@ -45,8 +46,8 @@ gradfuse = torch.ops.gradfuse
 #: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
 
-#: The fewest slices for ``bin_sums``.
-_FEWEST_SLICES = 16
+#: The largest product of a row's values and bins for ``bin_sums``, which looks for the values of every 128 bins.
+_MOST_PAIRS = 2**21
 
 #: What a form of the sum returns: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]
@@ -95,12 +96,14 @@ class _Rewriter:
                 self._replace(found.node, *result)
 
     def worth_binning(self, found: Binned) -> bool:
-        """Whether a GPU should compute the sum by matmuls: with fewer slices, most of each matmul would be empty."""
+        """Whether a GPU should compute the sum by matmuls, which need many slices, and rows that are not too long."""
         value, values = value_of(found.node), value_of(found.values)
         sizes = [size_hint(n) for n in (*values.shape, value.shape[-1])]
-        many = None not in sizes and 0 not in sizes and math.prod(sizes[:-3]) >= _FEWEST_SLICES
-        supported = {value.dtype, values.dtype} <= set(SUPPORTED_DTYPES) and Target.of(value.device).triton
-        return many and supported
+        if None in sizes or 0 in sizes or not {value.dtype, values.dtype} <= set(SUPPORTED_DTYPES):
+            return False
+        *slices, rows, count, bins = sizes
+        suits = math.prod(slices) >= FEWEST_SLICES and rows > 1 and count * bins <= _MOST_PAIRS
+        return suits and max(math.prod(sizes[:-1]), rows * bins) <= _MOST and Target.of(value.device).triton
 
     def bins(self, found: Binned) -> None:
         """Replace a scatter-add into bins of rows by ``bin_sums``."""

@@ -38,7 +38,10 @@ class Captured:
         return self._combined(self.combine, flat, [x.to(d) for x, d in zip(self._now(flat), self.dtypes, strict=True)])
 
     def unrounded(self, *flat: Tensor) -> list[Tensor]:
-        """The same for leaves that are all in fp32 where ``flat``, the leaves of the program, are in half precision."""
+        """The same for leaves that are all in fp32 where ``flat``, the leaves of the program, are in half precision.
+
+        Only a graph can be run with the values of half precision. Of any other function, the values too are in fp32.
+        """
         widened = [x.to(working_dtype(x.dtype)) for x in flat]
         if not isinstance(self.combine, GraphModule):
             return self._combined(self.combine, widened, self._now(widened))
@@ -97,6 +100,9 @@ class _Unrounded(Interpreter):
         with torch.no_grad():
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.narrow.__getitem__)
             values = self.narrow[node] = getattr(self, node.op)(node.target, args, kwargs)
-        if not isinstance(wide, Tensor) or not wide.is_floating_point():
-            return values
-        return _WithValues.apply(wide, values)
+        return pytree.tree_map(_with_values, wide, values)
+
+
+def _with_values(wide: Any, values: Any) -> Any:
+    differentiable = isinstance(wide, Tensor) and (wide.is_floating_point() or wide.is_complex())
+    return _WithValues.apply(wide, values) if differentiable else values

@@ -179,7 +179,7 @@ def scan_gradients(
 
 def _unrounded(
     combine: Callable[..., Any], before: Sequence[Tensor], now: Sequence[Tensor], outgoing: dict[int, Tensor]
-) -> dict[int, Tensor | None]:
+) -> dict[int, Tensor]:
     """The gradients of the leaves that stand for captured tensors of half precision, in fp32, by the number of the leaf.
 
     before, now: the operands of ``combine``. outgoing: the gradients of its results that have one, by number.
@@ -193,7 +193,7 @@ def _unrounded(
         return {}
     grads = [outgoing[i].to(after[i].dtype) for i in through]
     found = torch.autograd.grad([after[i] for i in through], [now[i] for i in leaves], grads, allow_unused=True)
-    return dict(zip(leaves, found, strict=True))
+    return {leaf: grad for leaf, grad in zip(leaves, found, strict=True) if grad is not None}
 
 
 def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> Jacobian:

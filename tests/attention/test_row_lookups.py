@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import hoisting
+from inductor_ext.attention import hoisting, row_lookups
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, triton_on_cpu
@@ -44,7 +44,7 @@ def at(x, index):
     return torch.gather(x, -1, (index % BINS).expand(B, H, *index.shape))
 
 
-def run(mod, length, dtype, device, mask=None, tensors=None):
+def run(mod, length, dtype, device, mask=None, tensors=None, options=None):
     """The output, the gradients of both tensors, the report, and the operands in float64."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()  # noqa: E731
@@ -56,7 +56,7 @@ def run(mod, length, dtype, device, mask=None, tensors=None):
 
     torch._dynamo.reset()
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu(), collect() as report:
-        out = torch.compile(function, backend="gradfuse", dynamic=False)(q, k, v, x, y)
+        out = torch.compile(function, backend="gradfuse", dynamic=False, options=options)(q, k, v, x, y)
         weight = torch.randn(out.shape, generator=generator).to(device, dtype)
         got = torch.autograd.grad(out, (q, k, v, x, y), weight)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v, x, y)]
@@ -94,7 +94,7 @@ def learned(*shape):
     return torch.randn(shape, requires_grad=True)
 
 
-#: What stays in the kernel: a sum of positions, frozen tensors, few slices, and a table for all batch elements.
+#: What stays in the kernel: a sum of positions, a table for all batch elements, and indices that differ between heads.
 KEPT = {
     "a_relative_shift": (
         lambda x, y: lambda s, b, h, q, k: s + x[b, h, q, q - k + 31] + y[b, h, k, q - k + 31],
@@ -118,14 +118,43 @@ def test_what_stays_in_the_kernel(name):
     assert not hoisted(decisions) and not any(d.path == "bins" for d in decisions)
 
 
-@pytest.mark.parametrize("name, number", [("LARGEST_TABLE", B * H * 32 * 32 - 1), ("FEWEST_SLICES", B * H + 1)])
-def test_sizes(name, number, monkeypatch):
-    from inductor_ext.attention import row_lookups
-
+@pytest.mark.parametrize(
+    "module, name, number", [(hoisting, "LARGEST_TABLE", B * H * 32 * 32 - 1), (row_lookups, "FEWEST_SLICES", B * H + 1)]
+)
+def test_sizes(module, name, number, monkeypatch):
     mod, _ = MODS["both"]
     *_, decisions, _, _ = run(mod, 32, torch.float32, "cpu")
     assert hoisted(decisions)
-    monkeypatch.setattr(row_lookups, name, number)
-    monkeypatch.setattr(hoisting, name, number, raising=False)
+    monkeypatch.setattr(module, name, number)
     *_, decisions, _, _ = run(mod, 32, torch.float32, "cpu")
     assert not hoisted(decisions)
+
+
+@pytest.mark.parametrize("name", ["scatters", "bin_sums"])
+def test_without_the_passes_for_the_gradient(name):
+    mod, _ = MODS["both"]
+    *_, decisions, _, _ = run(mod, 32, torch.float32, "cpu", options={"disable": [name]})
+    assert not hoisted(decisions)
+
+
+def test_other_lengths_of_queries_and_keys():
+    mod, dense = MODS["both"]
+    queries, keys = 33, 50
+    make = lambda *shape: torch.randn(shape, requires_grad=True)  # noqa: E731
+    operands = (
+        make(B, H, queries, D),
+        make(B, H, keys, D),
+        make(B, H, keys, D),
+        make(B, H, queries, BINS),
+        make(B, H, keys, BINS),
+    )
+    torch._dynamo.reset()
+    with triton_on_cpu(), collect() as report:
+        function = lambda q, k, v, x, y: flex_attention(q, k, v, score_mod=mod(x, y))  # noqa: E731
+        out = torch.compile(function, backend="gradfuse", dynamic=False)(*operands)
+        got = torch.autograd.grad(out.square().sum(), operands)
+    assert hoisted(report.decisions)
+    q, k, v, x, y = exact = [t.detach().double().requires_grad_() for t in operands]
+    scores = q @ k.mT * D**-0.5 + dense(x, y, torch.arange(queries)[:, None], torch.arange(keys))
+    want = torch.autograd.grad((scores.softmax(-1) @ v).square().sum(), exact)
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))

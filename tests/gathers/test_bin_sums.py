@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inductor_ext.core.report import collect
+from inductor_ext.gathers.bin_sums import SMALL, grid
 from inductor_ext.gathers.row_sums import bin_sums
 from tests.attention.case import relative_error
 from tests.support import snapshots
@@ -22,14 +23,13 @@ def torch_device(device):
 
 
 def draws():
-    """Names, numbers of slices and of bins, and an index [R, N]: distances, clamped, random, all in one bin, and in none."""
+    """Names, numbers of slices and of bins, and an index [R, N]: distances, clamped, random, and all in one bin."""
     generator = torch.Generator().manual_seed(0)
     distance = torch.arange(9)[:, None] - torch.arange(97) + 96
     yield "distances", 20, 105, distance
     yield "clamped", 70, 40, distance.clamp(60, 99) - 60
     yield "random", 16, 200, torch.randint(0, 200, (3, 130), generator=generator)
     yield "one_bin", 33, 70, torch.full((2, 100), 65)
-    yield "a_bin_that_does_not_exist", 16, 40, torch.randint(-3, 45, (4, 64), generator=generator)
     yield "one_row_of_one_value", 16, 1, torch.zeros(1, 1, dtype=torch.int64)
 
 
@@ -39,8 +39,7 @@ def draws():
 @pytest.mark.parametrize("name, slices, bins, index", draws(), ids=lambda x: x if isinstance(x, str) else None)
 def test_sums(name, slices, bins, index, device, dtype):
     values = torch.randn(slices, *index.shape).to(dtype)
-    exact = torch.zeros(slices, index.shape[0], bins + 9, dtype=torch.float64)
-    exact = exact.scatter_add_(2, (index + 3).expand(values.shape), values.double())[..., 3 : 3 + bins]
+    exact = bin_sums(values.double(), index, bins)
     torch._dynamo.reset()
     with scope(device):
         run = torch.compile(lambda v, i: bin_sums(v, i, bins), backend="gradfuse", fullgraph=True, dynamic=False)
@@ -61,6 +60,25 @@ def test_strided_values(device):
             run = torch.compile(lambda v: bin_sums(v * 1, index, 30), backend="gradfuse", dynamic=False)
             got = run(values.to(torch_device(device))).cpu()
         assert relative_error(got, bin_sums(values.double(), index.cpu(), 30)) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_and_very_large_values(dtype, device):
+    """They are in the sums of their own bins, and in no others."""
+    index = torch.arange(100).expand(2, 100) // 3
+    values = torch.randn(16, 2, 100).to(dtype)
+    values[0, 0, 7], values[1, 1, 50], values[2, 0, 99], values[3, 1, 0] = torch.inf, torch.nan, -torch.inf, 3.395e38
+    torch._dynamo.reset()
+    with scope(device):
+        run = torch.compile(lambda v, i: bin_sums(v, i, 34), backend="gradfuse", dynamic=False)
+        got = run(values.to(torch_device(device)), index.to(torch_device(device))).cpu()
+    torch.testing.assert_close(got, bin_sums(values, index, 34), equal_nan=True)
+
+
+@INTERPRETED
+def test_the_grid_has_one_axis():
+    assert grid.fn(3, 10**7, SMALL, cdiv=lambda a, b: -(-a // b)) == (3 * 156250, 1, 1)
 
 
 def looked_up(x, index):
@@ -96,6 +114,8 @@ OTHERS = {
     "one_row_of_indices": (torch.randn(4, 8, 7, 50), torch.zeros(1, 20, dtype=torch.int64)),
     "double_precision": (torch.randn(4, 8, 7, 50, dtype=torch.float64), torch.zeros(7, 20, dtype=torch.int64)),
     "no_rows": (torch.randn(4, 8, 0, 50), torch.zeros(0, 20, dtype=torch.int64)),
+    "one_row": (torch.randn(4, 8, 1, 50), torch.zeros(1, 20, dtype=torch.int64)),
+    "long_rows": (torch.randn(4, 4, 2, 2**16), torch.zeros(2, 64, dtype=torch.int64)),
 }
 
 
@@ -107,6 +127,35 @@ def test_other_lookups(name, device):
     got, exact, paths = gradient(x.clone(), index, device)
     assert "bins" not in paths
     assert not x.numel() or relative_error(got, exact) < 1e-5
+
+
+@INTERPRETED
+def test_lengths_that_change():
+    torch._dynamo.reset()
+    run = torch.compile(looked_up, backend="gradfuse", dynamic=True)
+    for rows, count, bins in ((5, 30, 20), (7, 100, 41), (3, 64, 200)):
+        x, index = torch.randn(4, 8, rows, bins, requires_grad=True), torch.randint(0, bins, (rows, count))
+        with triton_on_cpu():
+            (got,) = torch.autograd.grad(run(x, index).square().sum(), x)
+        (want,) = torch.autograd.grad(looked_up(x, index).square().sum(), x)
+        assert relative_error(got, want) < 1e-6
+
+
+@INTERPRETED
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"disable": ["bin_sums"]}])
+def test_sums_onto_a_base(options):
+    """A scatter-add of the user's, without a gradient. If bin_sums is disabled, the op's own code runs."""
+    base, values = torch.randn(16, 5, 40), torch.randn(16, 5, 70)
+    index = torch.randint(0, 40, (5, 70)).expand(16, 5, 70)
+    torch._dynamo.reset()
+    add = lambda b, v, i: b.scatter_add(2, i, v)  # noqa: E731
+    with triton_on_cpu(), collect() as report:
+        run = torch.compile(
+            lambda b, v, i: add(b, v, i.expand(16, 5, 70)), backend="gradfuse", options=options, dynamic=False
+        )
+        got = run(base, values, index[0])
+    assert "bins" in [d.path for d in report.decisions]
+    assert relative_error(got, add(base.double(), values.double(), index)) < 1e-6
 
 
 @INTERPRETED

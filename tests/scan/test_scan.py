@@ -253,6 +253,30 @@ def test_the_gradient_of_a_captured_number_is_rounded_once(combine, rate):
         assert abs(got.double() - exact) <= 1.2 * abs(exact.bfloat16().double() - exact) + 1e-5 * abs(terms).sum()
 
 
+def mantissa(y1, y2, rate):
+    return y1 + y2 + torch.frexp(rate).mantissa
+
+
+def length(y1, y2, rate):
+    return y1 + y2 + torch.complex(rate.float(), y2.float()).abs().to(y2.dtype)
+
+
+@pytest.mark.parametrize("combine", [mantissa, length])
+def test_captured_numbers_behind_several_and_complex_results(combine):
+    xs, c = torch.randn(20, 3).bfloat16(), torch.tensor(0.75, dtype=torch.bfloat16, requires_grad=True)
+    (y,) = scan(symbolic_trace(combine), [xs], (c,))
+    (got,) = torch.autograd.grad(y.sum(), c)
+    exact = c.detach().double().requires_grad_()
+    wide = [x.double() for x in xs]
+    total = wide[0]
+    outputs = [total]
+    for x in wide[1:]:
+        total = combine(total, x, exact)
+        outputs.append(total)
+    (want,) = torch.autograd.grad(torch.stack(outputs).sum(), exact)
+    assert relative_error(got, want) < 0.01
+
+
 def test_captured_numbers():
     xs = leaves("ff", 9)
     (got,), (want,) = (

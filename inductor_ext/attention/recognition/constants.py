@@ -16,6 +16,9 @@ _EXACT = {"add", "sub", "mul", "div", "sqrt", "neg", "abs", "to", "where", "eq",
 _EXACT |= {"minimum", "maximum", "clamp", "floor", "ceil", "round"}
 
 
+_DIVISIONS = {"div", "floordiv", "floor_divide", "remainder", "fmod", "mod"}
+
+
 def folded(element: Apply, node: Node) -> Element:
     """Return the number that ``element``, an element of ``node``, is if its operands are numbers; otherwise ``element``.
 
@@ -26,6 +29,9 @@ def folded(element: Apply, node: Node) -> Element:
         return element
     if element.name not in _EXACT and fake_tensor(node).device.type != "cpu":
         return element
+    if element.name in _DIVISIONS and not element.dtype.is_floating_point:
+        # A division of integers by zero has another result, or none, on another device.
+        return element
     target = getattr(torch.Tensor, element.target) if element.op == "call_method" else element.target
     with real_tensors():
         args, kwargs = [_number(x) for x in element.args], {name: _number(x) for name, x in element.kwargs.items()}
@@ -34,4 +40,4 @@ def folded(element: Apply, node: Node) -> Element:
 
 
 def _number(x: Any) -> Any:
-    return torch.full((), x.value, dtype=x.dtype) if isinstance(x, Constant) else x
+    return torch.full((), x.value, dtype=x.dtype, device="cpu") if isinstance(x, Constant) else x

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...core.dynamo_graph import Inserter
 from ...core.fx import HALF, dtype_of, value_of
 from .arrange import on_device, simplified
-from .elements import Apply, Element, Read, Score
+from .elements import Apply, Constant, Element, Read, Score
 from .evaluate import Evaluator
 from .indices import POSITIONS, Ranges
 from .lifting import NotAttention
@@ -53,12 +53,13 @@ class ScoreModEmitter(Evaluator):
             return 1.0
         first, second = users[0].args
         number = second if isinstance(first, Score) else first
+        number = number.value if isinstance(number, Constant) else number
         if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
             return 1.0
         if users[0].name == "mul":
             factor = float(number)
         elif users[0].name == "div" and isinstance(first, Score):
-            factor = 1.0 / number
+            factor = 1.0 / float(number)
         else:
             return 1.0
         self.done[users[0]] = self.score

@@ -1,9 +1,10 @@
 """The block mask of a recognised attention: blocks of scores that masks hide as a whole are not computed.
 
 A causal mask, a sliding window or documents hide about half of the scores or more. In the score_mod a hidden score is one
-that is further below the largest number of its row, of those that masks add, than any sum of a bias and a product reaches,
-so that its probability is exactly zero. The score_mod stays as it is: blocks that are not skipped need it. A row that is
-masked as a whole has no hidden scores, because none of them is far below the others.
+that is further below the largest number of its row, of those that masks add, than a sum of a bias and a product is taken to
+reach, so that its probability is exactly zero. A nan in what is skipped does not reach the result. The score_mod stays as it
+is: blocks that are not skipped need it. A row that is masked as a whole has no hidden scores, because none of them is far
+below the others.
 
 The blocks are found with torch ops on Dynamo's graph. Layers with the same mask share them, because AOTAutograd merges equal
 nodes.
@@ -11,6 +12,7 @@ nodes.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -22,9 +24,10 @@ from ...core.dynamo_graph import Inserter
 from ...core.fx import shape_of, value_of
 from ...torch_api.higher_order import block_mask
 from ..kinds import K, Q
-from .elements import Apply, Element, Position, Read
+from .elements import Apply, Element, Position, Read, Score, depends_on_scores
 from .indices import H, Ranges
 from .lifting import NotAttention
+from .magnitudes import Magnitudes
 from .masks import Masks
 from .rows import evaluate, far_largest
 
@@ -34,6 +37,8 @@ BLOCK = 128
 FEWEST_BLOCKS = 4
 #: A score this far below others has the probability zero, whatever is added to both.
 HIDDEN = 1e6
+#: The product of query and key is taken to be less than a hundredth of that, so that no more than this factor may follow it.
+MOST_GAIN = 100.0
 #: Ops that compare a number of the query with one of the key. Others, such as a product, combine two padding masks.
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "sub"}
 
@@ -52,8 +57,26 @@ def skipped_blocks(outer: Inserter, score: Element, ranges: Ranges, query: Node,
         return None
     if masks is None or H in masks.positions() or not _relates(masks):
         return None
+    magnitudes = Magnitudes(ranges, minus_infinity=True)
+    if magnitudes.of(masks) <= HIDDEN or _gain(score, magnitudes) > MOST_GAIN:
+        return None
     by_query, by_key = visible_blocks(outer, evaluate(outer, masks, ranges, value_of(query).device))
     return block_mask(lengths, by_query, by_key, BLOCK, mask_mod)
+
+
+def _gain(x: Any, magnitudes: Magnitudes) -> float:
+    """Return a bound of the factor by which a score changes if the product of query and key does; inf if none is known."""
+    if isinstance(x, Score) or not depends_on_scores(x):
+        return float(isinstance(x, Score))
+    gains = [_gain(part, magnitudes) for part in x.parts()]
+    if x.name in ("add", "sub", "where", "masked_fill", "neg", "to", "float"):
+        return sum(gains)
+    if x.name in ("mul", "div") and len(x.args) == 2 and not (depends_on_scores(x.args[0]) and depends_on_scores(x.args[1])):
+        if x.name == "mul":
+            return sum(gains) * min(magnitudes.of(a) for a in x.args if not depends_on_scores(a))
+        return sum(gains) * magnitudes.of(Apply("call_function", operator.truediv, (1.0, x.args[1]), {}, x.dtype))
+    # A soft cap is bounded by itself.
+    return 1.0 if magnitudes.of(x) <= 1.0 else math.inf
 
 
 def visible_blocks(outer: Inserter, masks: Node) -> tuple[tuple[Node, Node], tuple[Node, Node]]:

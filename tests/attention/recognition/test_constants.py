@@ -8,7 +8,8 @@ from torch.fx import Graph
 
 from inductor_ext.attention.recognition.constants import folded
 from inductor_ext.attention.recognition.elements import Apply, Constant, Position
-from inductor_ext.attention.recognition.indices import ZERO
+from inductor_ext.attention.recognition.indices import ZERO, Ranges
+from inductor_ext.attention.recognition.magnitudes import Magnitudes
 
 from .spellings import LOWEST
 from .test_masks import LENGTHS
@@ -63,11 +64,24 @@ def test_numbers(name):
         (applied(torch.log, Constant(3.0, torch.float32)), "meta"),
         (applied(torch.add, Constant(3.0, torch.float32), Position(ZERO, torch.float32)), "cpu"),
         (applied(torch.add, 1, 2), "cpu"),
+        (applied(torch.floor_divide, Constant(3, torch.int64), Constant(0, torch.int64), dtype=torch.int64), "cpu"),
     ],
-    ids=["other_last_digits_on_a_gpu", "not_only_numbers", "no_tensor"],
+    ids=["other_last_digits_on_a_gpu", "not_only_numbers", "no_tensor", "a_division_of_integers"],
 )
 def test_what_is_not_computed(element, device):
     assert folded(element, node(device)) is element
+
+
+def test_another_default_device():
+    element, device, want = CASES["root"]
+    with torch.device("meta"):
+        assert folded(element, node(device)).value == want
+
+
+def test_a_divisor_below_zero():
+    """The bias is 2e3, at most, and the kernel need not know its largest number."""
+    bias = Constant(-500.0, torch.float32)
+    assert Magnitudes(Ranges((1, 1, 1, 1))).of(applied(torch.div, bias, Constant(-0.25, torch.float32))) == 2000.0
 
 
 def test_a_divisor_of_zero_bounds_nothing():

@@ -1,5 +1,7 @@
 """Blocks of scores that masks hide are skipped, where they are hidden whatever the scores are."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.fx import Graph
@@ -9,7 +11,9 @@ from inductor_ext.attention.recognition import skipping
 from inductor_ext.core.dynamo_graph import Inserter
 from inductor_ext.core.fx import value_of
 from inductor_ext.core.report import collect
+from tests.attention.case import relative_error
 from tests.soundness.check import check_matches_eager
+from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .spellings import LOWEST, SPELLINGS, S
 from .test_masks import FAR_FROM_ZERO, INSIDE, LENGTHS, MASKS, frozen
@@ -90,6 +94,7 @@ PADDING = {
     "of_keys": lambda s, b, keys, queries: (s + b).masked_fill(~keys, LOWEST),
     "of_both": lambda s, b, keys, queries: (s + b).masked_fill(~(keys & queries), LOWEST),
     "of_each_head": lambda s, b, keys, queries: s + b,
+    "not_low_enough": lambda s, b, keys, queries: s + b - 1e4 * (torch.arange(S)[:, None] < torch.arange(S)),
 }
 
 
@@ -101,6 +106,33 @@ def test_what_hides_no_blocks_for_sure(name):
         check_matches_eager(function, *tensors(), bias(), LENGTHS)
     assert [d.path for d in report.decisions if d.pass_name == "attention_pattern"] == ["flex_attention"]
     assert not any(SKIPPED in d.why for d in report.decisions)
+
+
+CAUSAL = lambda: torch.where(torch.arange(S)[:, None] >= torch.arange(S), 0.0, -1e7)  # noqa: E731
+#: Scores that are multiplied, and whether they may be larger than the masks are low.
+GAINS = {
+    "cold": (lambda s, t: s / 1e-7 + CAUSAL(), True),
+    "cold_by_a_tensor": (lambda s, t: s * t + CAUSAL(), True),
+    "a_wide_cap": (lambda s, t: 1e8 * torch.tanh(s / 30) + CAUSAL(), True),
+    "a_cap": (lambda s, t: 50.0 * torch.tanh(s / 50.0) + CAUSAL(), False),
+    "halved": (lambda s, t: -(s / -2.0) * 3 + CAUSAL(), False),
+    "masked_first": (lambda s, t: (s + CAUSAL()) * 4.0, False),
+}
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_scores_that_may_exceed_the_masks(name):
+    change, exceeds = GAINS[name]
+    function = lambda q, k, v, b, t: change(q @ k.mT * 0.25 + b, t).softmax(-1) @ v  # noqa: E731
+    with collect() as report:
+        # Rounded differently, such scores are other scores: only moderate ones are compared.
+        inputs = (*tensors(), torch.nn.Parameter(bias().detach()), torch.tensor(1.5))
+        if name in ("cold", "a_wide_cap"):
+            torch.compile(function, backend="gradfuse")(*inputs)
+        else:
+            check_matches_eager(function, *inputs, exact=True)
+    paths = [d for d in report.decisions if d.pass_name == "attention_pattern"]
+    assert paths and any(SKIPPED in d.why for d in paths) != exceeds
 
 
 def test_short_sequences(monkeypatch):
@@ -138,3 +170,28 @@ def test_the_blocks_that_are_left(name, lengths, low):
         assert torch.equal(number, blocks.sum(-1, dtype=torch.int32))
         lists = [[p[:n].tolist() for n, p in zip(*x, strict=True)] for x in zip(number[:, 0], places[:, 0], strict=True)]
         assert lists == [[row.nonzero().flatten().tolist() for row in x[0]] for x in blocks]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_a_kernel(device, monkeypatch):
+    """Blocks have the length that tiles divide."""
+    monkeypatch.setattr(skipping, "BLOCK", 128)
+    monkeypatch.setattr(skipping, "FEWEST_BLOCKS", 4)
+    where = "cuda" if device == "cuda" else "cpu"
+    q, k, v = (torch.randn(1, 2, 400, 16, device=where, requires_grad=True) for _ in range(3))
+    table = torch.nn.Parameter(torch.randn(2, 799, device=where))
+
+    def function(q, k, v, table):
+        i = torch.arange(400, device=q.device)
+        b = table[:, i[None, :] - i[:, None] + 399]
+        return (q @ k.mT * 0.25 + b + torch.where(i[:, None] >= i, 0.0, LOWEST)).softmax(-1) @ v
+
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu(), collect() as report:
+        out = torch.compile(function, backend="gradfuse", dynamic=False)(q, k, v, table)
+        got = torch.autograd.grad(out.square().sum(), (q, k, v, table))
+    assert any(SKIPPED in d.why for d in report.decisions)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v, table)]
+    want = function(*exact)
+    for g, w in zip((out, *got), (want, *torch.autograd.grad(want.square().sum(), exact)), strict=True):
+        assert relative_error(g, w) < 1e-5
