@@ -187,6 +187,8 @@ def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[
 
     A worker that failed has printed its row at once.
     """
+    if not first_line:
+        raise RuntimeError(f"a worker ended: {' '.join(map(str, worker.args))}")
     if first_line.strip() != "ready":
         return json.loads(first_line)
     out, _ = worker.communicate(f"{measures}\n")

@@ -219,9 +219,7 @@ def test_sorted_segments_build_without_spills(arch, builder):
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
 def test_sums_of_bins_build_without_spills(arch, builder):
-    with on_target(architecture=arch):
-        source = bin_sums_kernel()
-    builder.build(source, arch, 8 if arch in (90, 100) else 4, 1).check()
+    builder.build(bin_sums_kernel(), arch, 4, 2).check()
 
 
 SCANS = {

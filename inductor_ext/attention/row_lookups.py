@@ -15,9 +15,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from ..core.fx import fake_tensor, indices_of
-from ..core.kernels import SUPPORTED_DTYPES
+from ..core.kernels import FEWEST_SLICES, SUPPORTED_DTYPES
 from ..core.target import Target
-from ..gathers.row_sums import FEWEST_SLICES
 from .footprints import Footprint, polynomials
 from .kinds import COLUMN, NONE, ROW
 from .score_mod import ScoreMod

@@ -11,6 +11,9 @@ from .target import Target
 #: A tile of ours has at most this many rows or columns. Every tile length divides this number, so a tensor whose length is
 #: a multiple of it needs no bounds check.
 LARGEST_TILE = 128
+#: The fewest slices (batch elements times heads, for example) that share an index for a product with the one-hot matrix of
+#: that index. With fewer, the product would be mostly empty.
+FEWEST_SLICES = 16
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

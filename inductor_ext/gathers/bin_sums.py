@@ -9,16 +9,14 @@ import torch
 
 from ..core.kernel_op import KernelOp, needs_triton
 from ..core.kernels import SUPPORTED_DTYPES
-from ..core.target import Target
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, realize
 from ..torch_api.template import SymbolicGridFn, make_template
 from .row_sums import bin_sums as op
 
-#: The slices, values and bins of a tile, and the warps of a program, on data centre GPUs since Hopper and on others. Looking
-#: for the values of a tile of bins takes most of the time, so tiles are as large as registers allow.
-LARGE = {"BLOCK_L": 64, "BLOCK_N": 128, "BLOCK_J": 128, "num_warps": 8}
-SMALL = {"BLOCK_L": 64, "BLOCK_N": 64, "BLOCK_J": 64, "num_warps": 4}
+#: The slices, values and bins of a tile, and the warps of a program. Making one-hot matrices takes most of the time, and
+#: with 128 values and bins a program makes twice as many numbers of them (docs/notes/attention.md).
+TILES = {"BLOCK_L": 64, "BLOCK_N": 64, "BLOCK_J": 64, "num_warps": 4}
 
 
 @SymbolicGridFn
@@ -42,7 +40,6 @@ def lower(values: Any, index: Any, bins: Any) -> Any:
     dtype, (slices, rows, _) = values.get_dtype(), values.get_size()
     values, index = realize([values, index])
     size = [slices, rows, bins]
-    tiles = LARGE if Target.of(values.get_device()).family in ("hopper", "blackwell") else SMALL
     return run(
         _template,
         [{}],
@@ -54,8 +51,8 @@ def lower(values: Any, index: Any, bins: Any) -> Any:
         PART_DTYPE="tl.float16" if dtype is torch.float16 else "tl.bfloat16",
         PARTS=3 if dtype is torch.float32 else 1,
         LARGEST=torch.finfo(torch.bfloat16).max,
-        **tiles,
-        num_stages=1,
+        **TILES,
+        num_stages=2,
     )
 
 

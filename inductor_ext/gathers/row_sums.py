@@ -10,9 +10,6 @@ from torch import Tensor
 
 from ..core.fx import working_dtype
 
-#: The fewest slices for ``bin_sums``: with fewer, its matmuls would be mostly empty.
-FEWEST_SLICES = 16
-
 
 @torch.library.custom_op("gradfuse::gather_sum", mutates_args=())
 def gather_sum(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bool) -> Tensor:

@@ -28,14 +28,13 @@ from torch.fx import Node
 
 from ..core.fx import DECOMPOSED_VIEWS, HALF, cast_of, same_shape, same_sizes, value_of, working_dtype
 from ..core.joint_graph import Builder
-from ..core.kernels import SUPPORTED_DTYPES
+from ..core.kernels import FEWEST_SLICES, SUPPORTED_DTYPES
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import size_hint
 from .inverses import inverse
 from .permutations import names_once, repeated
-from .row_sums import FEWEST_SLICES
 from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
 
 NAME = "scatters"

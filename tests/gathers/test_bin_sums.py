@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_ext.core.report import collect
-from inductor_ext.gathers.bin_sums import SMALL, grid
+from inductor_ext.gathers.bin_sums import TILES, grid
 from inductor_ext.gathers.row_sums import bin_sums
 from tests.attention.case import relative_error
 from tests.support import snapshots
@@ -78,7 +78,7 @@ def test_infinite_and_very_large_values(dtype, device):
 
 @INTERPRETED
 def test_the_grid_has_one_axis():
-    assert grid.fn(3, 10**7, SMALL, cdiv=lambda a, b: -(-a // b)) == (3 * 156250, 1, 1)
+    assert grid.fn(3, 10**7, TILES, cdiv=lambda a, b: -(-a // b)) == (3 * 156250, 1, 1)
 
 
 def looked_up(x, index):
