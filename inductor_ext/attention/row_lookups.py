@@ -34,10 +34,11 @@ def row_lookups(graph: Graph, footprints: dict[Node, Footprint], extents: Sequen
     """
     if not all(isinstance(n, int) for n in extents) or extents[0] * extents[1] < FEWEST_SLICES:
         return {}
-    sums = polynomials(graph, extents)
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem]
-    found = {node: _by_key(node, graph, footprints, extents) for node in nodes if indices_of(node)[-1] not in sums}
-    return {node: by_key for node, by_key in found.items() if by_key is not None}
+    found = {node: _by_key(node, graph, footprints, extents) for node in nodes}
+    lookups = {node: by_key for node, by_key in found.items() if by_key is not None}
+    sums = polynomials(graph, extents) if lookups else {}
+    return {node: by_key for node, by_key in lookups.items() if indices_of(node)[-1] not in sums}
 
 
 def _by_key(node: Node, graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> bool | None:

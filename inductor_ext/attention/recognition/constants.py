@@ -14,8 +14,7 @@ from .elements import Apply, Constant, Element
 #: Ops with the same result on every device, as IEEE 754 defines it.
 _EXACT = {"add", "sub", "mul", "div", "sqrt", "neg", "abs", "to", "where", "eq", "ne", "lt", "le", "gt", "ge", "not"}
 _EXACT |= {"minimum", "maximum", "clamp", "floor", "ceil", "round"}
-
-
+#: With integers, these have another result for a divisor of zero on another device, or raise an error.
 _DIVISIONS = {"div", "floordiv", "floor_divide", "remainder", "fmod", "mod"}
 
 
@@ -30,7 +29,6 @@ def folded(element: Apply, node: Node) -> Element:
     if element.name not in _EXACT and fake_tensor(node).device.type != "cpu":
         return element
     if element.name in _DIVISIONS and not element.dtype.is_floating_point:
-        # A division of integers by zero has another result, or none, on another device.
         return element
     target = getattr(torch.Tensor, element.target) if element.op == "call_method" else element.target
     with real_tensors():

@@ -58,25 +58,46 @@ def skipped_blocks(outer: Inserter, score: Element, ranges: Ranges, query: Node,
     if masks is None or H in masks.positions() or not _relates(masks):
         return None
     magnitudes = Magnitudes(ranges, minus_infinity=True)
-    if magnitudes.of(masks) <= HIDDEN or _gain(score, magnitudes) > MOST_GAIN:
+    if magnitudes.of(masks) <= HIDDEN or _Gains(magnitudes).of(score) > MOST_GAIN:
         return None
     by_query, by_key = visible_blocks(outer, evaluate(outer, masks, ranges, value_of(query).device))
     return block_mask(lengths, by_query, by_key, BLOCK, mask_mod)
 
 
-def _gain(x: Any, magnitudes: Magnitudes) -> float:
-    """Return a bound of the factor by which a score changes if the product of query and key does; inf if none is known."""
-    if isinstance(x, Score) or not depends_on_scores(x):
-        return float(isinstance(x, Score))
-    gains = [_gain(part, magnitudes) for part in x.parts()]
-    if x.name in ("add", "sub", "where", "masked_fill", "neg", "to", "float"):
-        return sum(gains)
-    if x.name in ("mul", "div") and len(x.args) == 2 and not (depends_on_scores(x.args[0]) and depends_on_scores(x.args[1])):
-        if x.name == "mul":
-            return sum(gains) * min(magnitudes.of(a) for a in x.args if not depends_on_scores(a))
-        return sum(gains) * magnitudes.of(Apply("call_function", operator.truediv, (1.0, x.args[1]), {}, x.dtype))
-    # A soft cap is bounded by itself.
-    return 1.0 if magnitudes.of(x) <= 1.0 else math.inf
+class _Gains:
+    """Bounds of the factor by which elements change if the product of query and key does; inf where none is known.
+
+    Every element is looked at once, because a sum may use the element before it twice.
+    """
+
+    def __init__(self, magnitudes: Magnitudes) -> None:
+        self._magnitudes = magnitudes
+        self._known: dict[Element, float] = {}
+
+    def of(self, x: Any) -> float:
+        """Return the bound of an element, or 0 for a number."""
+        if not isinstance(x, Element):
+            return 0.0
+        if x not in self._known:
+            self._known[x] = self._bound(x)
+        return self._known[x]
+
+    def _bound(self, x: Element) -> float:
+        if isinstance(x, Score) or not depends_on_scores(x):
+            return float(isinstance(x, Score))
+        gains = [self.of(part) for part in x.parts()]
+        if x.name in ("where", "masked_fill", "neg", "to"):
+            return max(gains)
+        if x.name in ("add", "sub"):
+            return sum(gains)
+        others = [a for a in x.args if not depends_on_scores(a)]
+        if x.name in ("mul", "div") and len(x.args) == 2 and len(others) == 1:
+            factor = (
+                others[0] if x.name == "mul" else Apply("call_function", operator.truediv, (1.0, others[0]), {}, x.dtype)
+            )
+            return max(gains) * self._magnitudes.of(factor)
+        # A soft cap is bounded by itself.
+        return 1.0 if self._magnitudes.of(x) <= 1.0 else math.inf
 
 
 def visible_blocks(outer: Inserter, masks: Node) -> tuple[tuple[Node, Node], tuple[Node, Node]]:

@@ -114,6 +114,7 @@ GAINS = {
     "cold": (lambda s, t: s / 1e-7 + CAUSAL(), True),
     "cold_by_a_tensor": (lambda s, t: s * t + CAUSAL(), True),
     "a_wide_cap": (lambda s, t: 1e8 * torch.tanh(s / 30) + CAUSAL(), True),
+    "a_divisor": (lambda s, t: 1e-3 / (s + 100.0) + CAUSAL(), True),
     "a_cap": (lambda s, t: 50.0 * torch.tanh(s / 50.0) + CAUSAL(), False),
     "halved": (lambda s, t: -(s / -2.0) * 3 + CAUSAL(), False),
     "masked_first": (lambda s, t: (s + CAUSAL()) * 4.0, False),
@@ -133,6 +134,20 @@ def test_scores_that_may_exceed_the_masks(name):
             check_matches_eager(function, *inputs, exact=True)
     paths = [d for d in report.decisions if d.pass_name == "attention_pattern"]
     assert paths and any(SKIPPED in d.why for d in paths) != exceeds
+
+
+def many_penalties(q, k, v, b):
+    s = q @ k.mT * 0.25 + b
+    for i in range(40):
+        s = torch.where(torch.arange(S) == i, s - 0.5, s)
+    return (s + CAUSAL()).softmax(-1) @ v
+
+
+def test_an_element_that_is_used_twice_is_looked_at_once():
+    """Each penalty uses the score before it twice, so that there are 2**40 ways through all of them."""
+    with collect() as report:
+        check_matches_eager(many_penalties, *tensors(), torch.nn.Parameter(bias().detach()))
+    assert any(SKIPPED in d.why for d in report.decisions)
 
 
 def test_short_sequences(monkeypatch):
