@@ -91,11 +91,11 @@ class _Gains:
         if x.name in ("add", "sub"):
             return sum(gains)
         others = [a for a in x.args if not depends_on_scores(a)]
-        if x.name in ("mul", "div") and len(x.args) == 2 and len(others) == 1:
-            factor = (
-                others[0] if x.name == "mul" else Apply("call_function", operator.truediv, (1.0, others[0]), {}, x.dtype)
-            )
-            return max(gains) * self._magnitudes.of(factor)
+        if x.name == "mul" and len(x.args) == 2 and len(others) == 1:
+            return max(gains) * self._magnitudes.of(others[0])
+        if x.name == "div" and len(x.args) == 2 and not depends_on_scores(x.args[1]):
+            reciprocal = Apply("call_function", operator.truediv, (1.0, x.args[1]), {}, x.dtype)
+            return max(gains) * self._magnitudes.of(reciprocal)
         # A soft cap is bounded by itself.
         return 1.0 if self._magnitudes.of(x) <= 1.0 else math.inf
 

@@ -114,7 +114,7 @@ GAINS = {
     "cold": (lambda s, t: s / 1e-7 + CAUSAL(), True),
     "cold_by_a_tensor": (lambda s, t: s * t + CAUSAL(), True),
     "a_wide_cap": (lambda s, t: 1e8 * torch.tanh(s / 30) + CAUSAL(), True),
-    "a_divisor": (lambda s, t: 1e-3 / (s + 100.0) + CAUSAL(), True),
+    "a_divisor": (lambda s, t: 1.0 / (s + 100.0) + CAUSAL(), True),
     "a_cap": (lambda s, t: 50.0 * torch.tanh(s / 50.0) + CAUSAL(), False),
     "halved": (lambda s, t: -(s / -2.0) * 3 + CAUSAL(), False),
     "masked_first": (lambda s, t: (s + CAUSAL()) * 4.0, False),
