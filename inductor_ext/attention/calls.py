@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..core.fx import value_of
 from ..torch_api.higher_order import FlexBlockMask
-from ..torch_api.ir import realize
+from ..torch_api.ir import realize, rounded
 
 
 class _Call:
@@ -36,8 +36,8 @@ class _Call:
             self,
             **given,
             block_mask=FlexBlockMask(*realize(parts[:-1]), parts.mask_mod) if mask else parts,
-            captured=realize(self.captured),
-            mask_captured=realize(self.mask_captured),
+            captured=rounded(self.captured),
+            mask_captured=rounded(self.mask_captured),
         )
 
 

@@ -72,6 +72,22 @@ def stored(x: Any) -> Any:
     return x
 
 
+def rounded(nodes: Sequence[Any]) -> list[Any]:
+    """Realize the IR nodes of a list, so that a subgraph loads their values, rounded to their dtypes.
+
+    A buffer that reads nothing is computed again by Inductor wherever it is read, and there a number of half precision keeps
+    its fp32 value (torch 2.11). The backward, which gets the buffer as an input, would see other numbers than the forward.
+    """
+    out = realize(nodes)
+    for node in out:
+        inner = node
+        while isinstance(inner, inductor_ir.IRNode) and not isinstance(inner, inductor_ir.Buffer):
+            inner = getattr(inner, "data", None)
+        if isinstance(inner, inductor_ir.ComputedBuffer) and inner.get_dtype().itemsize <= 2:
+            inner._force_realize = True
+    return out
+
+
 def _by_pointer(node: Any) -> Any:
     """Copy a one-element CPU tensor: Inductor passes it to a Triton kernel by value, and a template needs its address."""
     one_on_cpu = node.get_device().type == "cpu" and sympy.prod(node.get_size()) == 1
