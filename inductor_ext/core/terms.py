@@ -84,8 +84,10 @@ def number(x: Any) -> float | None:
     return float(value) if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) else None
 
 
-def reads_shape(node: Node) -> bool:
-    """Whether a node reads only the shape of its operand."""
+def reads_shape(node: Node, operand: Node) -> bool:
+    """Whether a node reads only the shape (or the dtype) of one of its operands."""
+    if op(node) in ("view_as", "reshape_as", "expand_as", "type_as"):
+        return node.args[0] is not operand
     return op(node) in ("size", ".shape", "sym_size", "dim")
 
 

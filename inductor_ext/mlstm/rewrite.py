@@ -54,7 +54,7 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 def _check(product: Node, cell: Cell) -> None:
     """Raise NotMLSTM if the op cannot replace the cell."""
     for node in cell.inside:
-        outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u)]
+        outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u, node)]
         if outside:
             raise NotMLSTM(f"{node.name} is also used by {outside[0].name}")
     nodes = list(product.graph.nodes)
@@ -79,9 +79,9 @@ def _check(product: Node, cell: Cell) -> None:
         raise NotMLSTM("it may run under autocast, which decides the dtype of each product")
 
 
-def _ignores_values(user: Node) -> bool:
-    """Whether ``user`` reads only a shape, or is a part of a result that is not used (the indices of ``max``)."""
-    return reads_shape(user) or (op(user) == "getitem" and not user.users)
+def _ignores_values(user: Node, node: Node) -> bool:
+    """Whether ``user`` reads only the shape of ``node``, or is an unused part of a result (the indices of ``max``)."""
+    return reads_shape(user, node) or (op(user) == "getitem" and not user.users)
 
 
 def _gate_shape(gate: Node) -> tuple[Any, ...]:
@@ -186,5 +186,5 @@ def _headwise_norm(hidden: Node) -> _Norm | None:
 
 
 def _only_user(node: Any) -> Any:
-    users = [u for u in node.users if not reads_shape(u)] if isinstance(node, Node) else []
+    users = [u for u in node.users if not reads_shape(u, node)] if isinstance(node, Node) else []
     return users[0] if len(users) == 1 else None

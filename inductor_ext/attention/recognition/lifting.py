@@ -128,6 +128,9 @@ class Lift:
         tensors = [n for n in node.all_input_nodes if is_tensor(n)]
         if any(self.writes.between(n, node) for n in tensors) or self.writes.in_place_by_position(node):
             raise NotLifted
+        if op(node) in _FILLS:
+            # It has no gradient because it reads no values.
+            return
         # A value that is computed under no_grad, or detached, must not get a gradient.
         learns = requires_grad(node) and node not in self.writes.without_gradient
         if fake_tensor(node).is_floating_point() and not learns and any(map(requires_grad, tensors)):

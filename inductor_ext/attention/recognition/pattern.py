@@ -30,6 +30,7 @@ from .writes import Writes
 
 #: Stands for the channel in an index of the queries, keys or values. It is no position of a score.
 WIDTH = sympy.Symbol("d", integer=True)
+_FILLS_OF_A_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,12 @@ def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
             raise NotAttention(f"a part of it is computed without a gradient ({line_of(node)})")
 
 
+def _ignores_values(user: Node, scores: Node) -> bool:
+    """Whether a user of scores or probabilities is computed from their shape, as ``zeros_like(scores)`` is."""
+    fills = op(user) in _FILLS_OF_A_SHAPE and scores not in (*user.args[1:], *user.kwargs.values())
+    return fills or reads_shape(user, scores)
+
+
 def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:
     """Return the nodes of the scores and probabilities.
 
@@ -290,7 +297,7 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
     chain = {n for (n, _), element in lift.visited.items() if depends_on_scores(element)}
     inside = chain | set(between)
     for node in inside:
-        others = [u for u in node.users if u not in inside and u is not last and not reads_shape(u)]
+        others = [u for u in node.users if u not in inside and u is not last and not _ignores_values(u, node)]
         if others:
             raise NotAttention(f"its scores or probabilities are also used elsewhere ({line_of(others[0])})")
     reads = {e.node: None for e in lift.visited.values() if isinstance(e, Read)}

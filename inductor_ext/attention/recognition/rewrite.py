@@ -247,7 +247,7 @@ def _layout_matters(last: Node) -> bool:
 
     A reshape that is a view passes the layout on. Nothing else is known of ``view`` but that it may not fit another layout.
     """
-    others = [user for user in last.users if called(user) not in _ANY_LAYOUT and not reads_shape(user)]
+    others = [user for user in last.users if called(user) not in _ANY_LAYOUT and not reads_shape(user, last)]
     return not all(called(user) in _PASS_ON and not _layout_matters(user) for user in others)
 
 

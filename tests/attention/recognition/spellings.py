@@ -172,6 +172,16 @@ def vitdet(q, k, v, rows, columns):
     return (probabilities @ v).view(B, H, n, -1).permute(0, 2, 1, 3).reshape(B, n, -1)
 
 
+def sam_eager(q, k, v, rows, columns):
+    """The bias takes the shape of the scores, of which nothing but that is read."""
+    by_row, by_column = decomposed(q, rows, columns)
+    scores = (q * 0.25) @ k.transpose(-2, -1)
+    bias = (by_row[:, :, :, :, None] + by_column[:, :, :, None, :]).reshape_as(scores)
+    bias = bias + 0.5 * torch.ones_like(scores)
+    probabilities = F.softmax(scores + bias, dtype=torch.float32, dim=-1).to(q.dtype)
+    return F.dropout(probabilities, p=0.0, training=True) @ v
+
+
 def conformer(q, k, v, positions, u, w):
     """The relative shift: pad, view as another matrix, and cut off a row."""
     shifted = torch.matmul(q + w[None, :, None, :], positions)
@@ -280,6 +290,7 @@ SPELLINGS = {
     "swin_v2": Spelling(swin_v2, (*WINDOWS, (H, 1, 1), TABLE, INDEX, REGION), "sigmoid(captured_1[captured_2[q, k], h])"),
     "beit": Spelling(beit, (*((B, H, 26, D),) * 3, (84, H)), "captured_0[captured_1[q, k], h]"),
     "sam": Spelling(sam, IMAGE, "captured_0[b, h, q, k // 8] + captured_1[b, h, q, k % 8]"),
+    "sam_eager": Spelling(sam_eager, IMAGE, "captured_0[b, q, k // 8]"),
     "vitdet": Spelling(vitdet, IMAGE, "captured_0[b, q, k // 8] + captured_1[b, q, k % 8]"),
     "conformer": Spelling(conformer, (*HEADS, (1, H, D, 2 * S - 1), (H, D), (H, D)), "captured_0[b, h, q, (k - q) + 31]"),
     "xlnet": Spelling(xlnet, ((S, B, H, D),) * 2 + ((2 * S, B, H, D), (S, B, H, D), (H, D), (H, D)), "(k - q) + 32]"),
