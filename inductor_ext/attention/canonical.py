@@ -276,3 +276,21 @@ def _connect_score(graph: Graph, done: list[str]) -> None:
         connected = graph.call_function(torch.where, (always, output.args[0], inputs.score))
     output.args = (connected,)
     done.append("the output, which did not depend on the score, now formally depends on it")
+
+
+def fill_constants(graph: Graph) -> None:
+    """Replace ``zeros_like(x)`` and similar ops by constants: they use only the dtype of ``x``, not its values."""
+    for node in list(graph.nodes):
+        value, name = fake_tensor(node), called(node)
+        if value is None or value.dim() > 0:
+            continue
+        number = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}.get(name)
+        if name in ("full_like", "new_full"):
+            at = 1 if name == "full_like" else 2
+            number = node.args[at] if len(node.args) > at else node.kwargs.get("fill_value")
+        if isinstance(number, (bool, int, float)):
+            with graph.inserting_before(node):
+                constant = graph.call_function(torch.full, ((), number), {"dtype": value.dtype, "device": value.device})
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+            graph.erase_node(node)

@@ -16,6 +16,7 @@ bucket lookup scatters Q + K values for each head, not Q * K.
 The pass applies these rules, in this order:
     a learned term of the result that does not depend on the key is dropped if nobody asks for the logsumexp, because
     softmax cancels it;
+    inner products that are added to the score become columns of the query and the key (columns.py);
     terms of a sum that have one footprint and do not depend on the score are merged into one table;
     other expressions are hoisted if they read a captured tensor at an index that is not a plain position.
 A diagonal that is computed by cheap arithmetic from values for each row or column (``slope[h] * (q - k)``) stays in the
@@ -34,12 +35,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..core import depend  # noqa: F401  (registers gradfuse::depend)
 from ..core.dynamo_graph import Inserter
-from ..core.fx import called, cone, fake_tensor, indices_of, name_of, working_dtype
+from ..core.fx import cone, fake_tensor, indices_of, name_of, working_dtype
 from ..core.report import record, user_line
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
-from .canonical import drop_unused, install, needs_grad
+from .canonical import drop_unused, fill_constants, install, needs_grad
+from .columns import Columns, Product, product
 from .descriptor import described
 from .expressions import expression
 from .footprints import Footprint, footprints, inexact_integers, join_all, names
@@ -82,18 +84,18 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 
 def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
-    query, captured = call.query, call.captured
+    captured = call.captured
     module = getattr(gm, call.score_mod.target)
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
-    _fill_constants(graph)
-    extents = _extents(query, call.key)
+    fill_constants(graph)
+    extents = _extents(call.query, call.key)
     known = footprints(graph, extents)
     tables = Tables(
         Inserter(gm.graph, node),
         graph,
-        query,
+        call.query,
         call.key,
         dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
         inexact_integers(graph, extents),
@@ -103,6 +105,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     hoist = _Hoist(graph, known, list(captured), tables)
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
+        query, key = hoist.append_columns(Columns(call, tables, known))
         hoist.merge_sums()
         hoist.hoist_rest()
         if not hoist.done:
@@ -115,7 +118,13 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     made = {i: tables.kinds[operand] for i, operand in enumerate(captured) if operand in tables.kinds}
     kernel_options = {**call.kernel_options, **described(made)}
-    rewritten = {"query": query, "score_mod": new_score_mod, "kernel_options": kernel_options, "captured": tuple(captured)}
+    rewritten = {
+        "query": query,
+        "key": key,
+        "score_mod": new_score_mod,
+        "kernel_options": kernel_options,
+        "captured": tuple(captured),
+    }
     node.args = replace(call, **rewritten).operands()
     for path, why in hoist.done:
         record(NAME, "flex_attention", path, why, user_line(node))
@@ -135,24 +144,6 @@ def _is_vector(node: Node) -> bool:
 
 def _has_vectors(graph: Graph) -> bool:
     return any(map(_is_vector, graph.nodes))
-
-
-def _fill_constants(graph: Graph) -> None:
-    """Replace ``zeros_like(x)`` and similar ops by constants: they use only the dtype of ``x``, not its values."""
-    for node in list(graph.nodes):
-        value, name = fake_tensor(node), called(node)
-        if value is None or value.dim() > 0:
-            continue
-        number = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}.get(name)
-        if name in ("full_like", "new_full"):
-            at = 1 if name == "full_like" else 2
-            number = node.args[at] if len(node.args) > at else node.kwargs.get("fill_value")
-        if isinstance(number, (bool, int, float)):
-            with graph.inserting_before(node):
-                constant = graph.call_function(torch.full, ((), number), {"dtype": value.dtype, "device": value.device})
-            constant.meta = dict(node.meta)
-            node.replace_all_uses_with(constant)
-            graph.erase_node(node)
 
 
 def _only_output(node: Node) -> bool:
@@ -213,6 +204,26 @@ class _Hoist:
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in cone(node) if n in operands] if isinstance(node, Node) else []
         return [x for x in read if needs_grad([x])]
+
+    def append_columns(self, columns: Columns) -> tuple[Node, Node]:
+        """Turn inner products that are added to the score into columns of the query and key, and return these two."""
+        score = root = ScoreMod.of(self.graph).score
+        while _single_use(root) and _adds_numbers(user := next(iter(root.users))):
+            root = user
+        terms = self._terms(root)
+        found: dict[int, Product] = {}
+        for i, (sign, term) in enumerate(terms):
+            one = product(term, sign) if isinstance(term, Node) else None
+            if one is not None and (1, score) in terms and columns.takes([*found.values(), one]):
+                found[i] = one
+        if not found:
+            return columns.call.query, columns.call.key
+        query, key = columns.appended([*found.values()])
+        with self.graph.inserting_before(root):
+            root.replace_all_uses_with(self._sum([term for i, term in enumerate(terms) if i not in found], root))
+        self.done += [("columns", f"{expression(terms[i][1])} is computed by the product of query and key") for i in found]
+        self.graph.eliminate_dead_code()
+        return query, key
 
     def merge_sums(self) -> None:
         """Merge the terms of every sum that have one footprint and do not depend on the score into one table."""

@@ -61,6 +61,12 @@ class Tables:
         index = self._index(footprint)
         return self.inner.call_function(operator.getitem, (placeholder, index)), shape
 
+    def rows(self, vector: Node, footprint: Footprint) -> Node:
+        """Return a vector of the score_mod over the grid of a footprint, as [*grid, width], in the working dtype."""
+        grid = self._grid(footprint)
+        value = self._outside(vector, grid, {})
+        return self.outer.function(torch.broadcast_to, value, [*grid[-1], fake_tensor(vector).shape[0]])
+
     # ------------------------------------------------ outside: the table
 
     def _table(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
