@@ -71,7 +71,17 @@ def gradients(*kinds):
     def plan(owner, kind):
         made = contribution(axes.get(kind, (True,) * 4))
         table = TileTable(0, owner, PAIR, True, True) if kind is Reduction.STORE else None
-        return Plan(owner, made, Writers((False,) * 4, 0, 0, False), None, kind, False, False, table, wide=False)
+        return Plan(
+            owner,
+            made,
+            Writers((False,) * 4, 0, 0, keys_repeat=False, coarse=False),
+            None,
+            kind,
+            False,
+            False,
+            table,
+            wide=False,
+        )
 
     return CapturedGradients([], plans=[plan(i, kind) for i, kind in enumerate(kinds)])
 

@@ -79,7 +79,8 @@ class CapturedGradients:
     @property
     def atomics(self) -> int:
         """The largest number of atomic adds for each score: for contributions of which nothing better is known."""
-        return sum(plan.reduction is Reduction.SCATTER and not plan.keys_repeat for plan in self.plans)
+        each = (plan for plan in self.plans if plan.reduction is Reduction.SCATTER)
+        return sum(not (plan.keys_repeat or plan.writers.coarse) for plan in each)
 
     @property
     def wide_tiles(self) -> bool:

@@ -24,19 +24,25 @@ from .captured_grads import Contribution
 from .score_mod import ScoreMod
 from .tile_inputs import coordinate_of
 
+#: With as many scores of a row for each element, the atomic adds to a row are few.
+COARSE = 16
+
 
 @dataclass(frozen=True)
 class Writers:
     """determined: for each of b, h, q, k, whether the indices determine it. query_cycle, key_cycle: a number w such that an
     index is ``q % w`` (``k % w``), or 0. Such an index determines the position within a tile whose length divides w.
-    keys_repeat: the indices depend on the key only by ``k % key_cycle``. clamps: if not empty, the indices determine all
-    positions strictly between the bounds of these, and no score at a bound has an element of one that is between.
+    keys_repeat: the indices depend on the key only by ``k % key_cycle``. coarse: they determine either the query or the key,
+    and depend on the other only by a quotient, so that many scores of a row (column) share an element. clamps: if not empty,
+    the indices determine all positions strictly between the bounds of these, and no score at a bound has an element of one
+    that is between.
     """
 
     determined: tuple[bool, ...]
     query_cycle: int
     key_cycle: int
     keys_repeat: bool
+    coarse: bool
     clamps: tuple[Clamp, ...] = ()
 
 
@@ -53,7 +59,15 @@ def writers(contribution: Contribution, inputs: ScoreMod, lengths: Sequence[Any]
     by_key = [i for i, _ in indices if inputs.k in cone(i) or contribution.on_score]
     repeat = "k" in cycles and all(i in cyclic and cyclic[i].divisor == cycles["k"] for i in by_key)
     known = tuple(p in determined for p in inputs.positions)
-    return Writers(known, cycles.get("q", 0), cycles.get("k", 0), repeat, tuple(dict.fromkeys(clamps)))
+    other = inputs.positions[2 + known[2]]
+    coarse = known[2] != known[3] and not contribution.on_score and _by_quotient(indices, inputs, other)
+    return Writers(known, cycles.get("q", 0), cycles.get("k", 0), repeat, coarse, tuple(dict.fromkeys(clamps)))
+
+
+def _by_quotient(indices: Sequence[tuple[Node, Any]], inputs: ScoreMod, position: Node) -> bool:
+    """Whether indices depend on a position only as ``position // n``, where n is at least ``COARSE``."""
+    found = [coordinate_of(i, inputs) for i, _ in indices if position in cone(i)]
+    return all(c is not None and c.operation == "div" and c.divisor >= COARSE for c in found)
 
 
 def _determined(

@@ -39,3 +39,13 @@ def test_what_is_reduced_without_atomics(many, caplog):
     with caplog.at_level(logging.WARNING):
         assert "atomic" not in why_of_backward(lambda s, b, h, q, k: s + t[h, q - k + 31])
     assert not [r for r in caplog.records if "may be slow" in r.getMessage()]
+
+
+@pytest.mark.parametrize(("width", "warns"), [(16, False), (2, True)])
+def test_a_coarse_coordinate_is_added_once_for_a_row(many, caplog, width, warns):
+    """The biases of ViTDet and SAM: ``y[h, q, k // W]``, where W is the width of an image."""
+    t = torch.zeros(2, 64, 32, requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        why = why_of_backward(lambda s, b, h, q, k: s + t[h, q, k // width])
+    assert ("atomic" in why) is warns
+    assert bool([r for r in caplog.records if "may be slow" in r.getMessage()]) is warns
