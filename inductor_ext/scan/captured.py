@@ -106,3 +106,22 @@ class _Unrounded(Interpreter):
 def _with_values(wide: Any, values: Any) -> Any:
     differentiable = isinstance(wide, Tensor) and (wide.is_floating_point() or wide.is_complex())
     return _WithValues.apply(wide, values) if differentiable else values
+
+
+def unrounded_gradients(
+    combine: Callable[..., Any], before: Sequence[Tensor], now: Sequence[Tensor], outgoing: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """The gradients of the leaves that stand for captured tensors of half precision, in fp32, by the number of the leaf.
+
+    before, now: the operands of ``combine``. outgoing: the gradients of its results that have one, by number.
+    """
+    leaves = combine.narrow() if isinstance(combine, Captured) else []
+    if not leaves:
+        return {}
+    after = combine.unrounded(*before, *now)
+    through = [i for i in outgoing if after[i].requires_grad]
+    if not through:
+        return {}
+    grads = [outgoing[i].to(after[i].dtype) for i in through]
+    found = torch.autograd.grad([after[i] for i in through], [now[i] for i in leaves], grads, allow_unused=True)
+    return {leaf: grad for leaf, grad in zip(leaves, found, strict=True) if grad is not None}

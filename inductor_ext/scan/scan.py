@@ -28,7 +28,7 @@ from ..core.fx import working_dtype
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
-from .captured import Captured
+from .captured import Captured, unrounded_gradients
 from .linear_scan import scanned
 from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
@@ -161,7 +161,7 @@ def scan_gradients(
             list(outgoing.values()),
             allow_unused=True,
         )
-        unrounded = _unrounded(combine, before, now, {i: _later(adjoint[i], reverse) for i in through})
+        unrounded = unrounded_gradients(combine, before, now, {i: _later(adjoint[i], reverse) for i in through})
         parts = [unrounded.get(i, part) for i, part in zip(floating, parts, strict=True)]
     result: list[Tensor | None] = [None] * len(xs)
     for i, rest in zip(floating, parts, strict=True):
@@ -175,25 +175,6 @@ def scan_gradients(
             later = torch.zeros_like(xs[i]) if rest is None else result[i]
             result[i] = torch.where(first_of_all(xs[i], reverse), adjoint[i].to(xs[i].dtype), later)
     return result
-
-
-def _unrounded(
-    combine: Callable[..., Any], before: Sequence[Tensor], now: Sequence[Tensor], outgoing: dict[int, Tensor]
-) -> dict[int, Tensor]:
-    """The gradients of the leaves that stand for captured tensors of half precision, in fp32, by the number of the leaf.
-
-    before, now: the operands of ``combine``. outgoing: the gradients of its results that have one, by number.
-    """
-    leaves = combine.narrow() if isinstance(combine, Captured) else []
-    if not leaves:
-        return {}
-    after = combine.unrounded(*before, *now)
-    through = [i for i in outgoing if after[i].requires_grad]
-    if not through:
-        return {}
-    grads = [outgoing[i].to(after[i].dtype) for i in through]
-    found = torch.autograd.grad([after[i] for i in through], [now[i] for i in leaves], grads, allow_unused=True)
-    return {leaf: grad for leaf, grad in zip(leaves, found, strict=True) if grad is not None}
 
 
 def _jacobian(after: Sequence[Tensor], before: Sequence[Tensor], floating: Sequence[int]) -> Jacobian:
