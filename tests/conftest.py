@@ -42,6 +42,16 @@ def mark_breadth(items):
 
 
 @pytest.fixture(autouse=True)
+def new_memory_is_nan(request):
+    """Before a GPU test, fill the memory that the allocator will hand out with NaN: what is read unwritten is seen."""
+    if "gpu" in request.keywords:
+        torch.cuda.empty_cache()
+        small = [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]
+        large = [torch.full((2**26,), torch.nan, device="cuda") for _ in range(2)]
+        del small, large
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
     torch.manual_seed(0)
