@@ -100,6 +100,17 @@ def test_importing_the_package_is_cheap():
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) < 10
 
 
+def test_a_warm_start_compiles_no_template():
+    """Jinja takes a third of a second for all of them, and code that is in the caches needs none."""
+    program = (
+        "import inductor_ext.backend\n"
+        "from torch._inductor.select_algorithm import TritonTemplate\n"
+        "assert TritonTemplate.all_templates\n"
+        "print([name for name in TritonTemplate.all_templates if 'gradfuse' in name])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
 def test_there_is_a_rule_for_every_part():
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     assert folders == {*FEATURES, "core", "demo", "explanations", "torch_api"}

@@ -23,7 +23,7 @@ from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
 from ..torch_api.lowering import V, empty_strided, lowerings
 from ..torch_api.sizes import known_at_most
-from ..torch_api.template import SymbolicGridFn, autotune, make_template
+from ..torch_api.template import SymbolicGridFn, Template, autotune
 from . import common, kernel_dropout, score_graphs
 from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
@@ -62,7 +62,7 @@ def _grid(
 
 _TEMPLATES = ("flex_backward", "flex_tiles", "flex_tables", "dropout", "kinds/*", "backward/*")
 _SOURCE = load(*(f"attention/{name}" for name in _TEMPLATES))
-_template = make_template("gradfuse_flex_backward", _grid, _SOURCE)
+_template = Template("gradfuse_flex_backward", _grid, _SOURCE)
 
 
 def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
-from ..torch_api.template import SymbolicGridFn, autotune, make_template
+from ..torch_api.template import SymbolicGridFn, Template, autotune
 from . import common, kernel_dropout, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining
@@ -37,7 +37,7 @@ def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any],
 _SOURCE = load(
     "attention/flex_forward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*", "attention/dropout"
 )
-_template = make_template("gradfuse_flex_forward", _grid, _SOURCE)
+_template = Template("gradfuse_flex_forward", _grid, _SOURCE)
 
 
 def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:

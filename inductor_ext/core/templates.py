@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..torch_api.template import autotune
+from ..torch_api.template import Template, autotune
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = _PACKAGE / "templates"
@@ -48,7 +48,7 @@ def bits(indices: Iterable[int]) -> int:
 
 
 def run(
-    template: Any,
+    template: Template,
     configs: Sequence[dict[str, Any]],
     inputs: list[Any],
     mutated: list[Any],

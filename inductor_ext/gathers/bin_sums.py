@@ -11,7 +11,7 @@ from ..core.kernel_op import KernelOp, needs_triton
 from ..core.kernels import SUPPORTED_DTYPES
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, realize
-from ..torch_api.template import SymbolicGridFn, make_template
+from ..torch_api.template import SymbolicGridFn, Template
 from .row_sums import bin_sums as op
 
 #: The slices, values and bins of a tile, and the warps of a program. Making one-hot matrices takes most of the time, and
@@ -25,7 +25,7 @@ def grid(rows: Any, slices: Any, meta: dict[str, Any], *, cdiv: Callable[..., An
     return rows * cdiv(slices, meta["BLOCK_L"]), 1, 1
 
 
-_template = make_template("gradfuse_bin_sums", grid, load("gathers/bin_sums"))
+_template = Template("gradfuse_bin_sums", grid, load("gathers/bin_sums"))
 
 
 def unsupported(values: Any, index: Any, bins: Any) -> str | None:

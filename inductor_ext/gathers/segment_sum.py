@@ -17,7 +17,7 @@ from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, full, realize
 from ..torch_api.lowering import empty_strided
 from ..torch_api.sizes import CeilDiv, known_at_most
-from ..torch_api.template import SymbolicGridFn, make_template
+from ..torch_api.template import SymbolicGridFn, Template
 from .row_sums import segment_sum as op
 
 aten = torch.ops.aten
@@ -38,8 +38,8 @@ def _grid(chunks: Any, width: Any, meta: dict[str, Any], *, cdiv: Callable[..., 
     return chunks, cdiv(width, meta["BLOCK_H"]), 1
 
 
-_sums = make_template("gradfuse_segment_sum", _grid, load("gathers/segment_sum"))
-_totals = make_template("gradfuse_segment_totals", _grid, load("gathers/segment_totals"))
+_sums = Template("gradfuse_segment_sum", _grid, load("gathers/segment_sum"))
+_totals = Template("gradfuse_segment_totals", _grid, load("gathers/segment_totals"))
 
 
 def _block(width: Any, widest: int) -> int:

@@ -21,7 +21,7 @@ from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, full, node_layout, realize, require_contiguous
 from ..torch_api.lowering import V, empty, empty_strided
 from ..torch_api.sizes import Mod
-from ..torch_api.template import SymbolicGridFn, make_template
+from ..torch_api.template import SymbolicGridFn, Template
 from .configs import backward_configs, forward_configs
 from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tiles_backward
 
@@ -43,8 +43,8 @@ def _backward_grid(slices: Any, length: Any, meta: dict[str, Any], *, cdiv: Call
     return slices, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
 
 
-_forward = make_template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
-_backward = make_template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
+_forward = Template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
+_backward = Template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:

@@ -15,7 +15,7 @@ from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
 from ..torch_api.ir import node_layout, realize
 from ..torch_api.lowering import empty_strided
-from ..torch_api.template import make_template
+from ..torch_api.template import Template
 from .lower_linear import grid
 from .scan_backward import scan_backward
 
@@ -34,7 +34,7 @@ def _tile(itemsize: int, loads: int) -> dict[str, Any]:
     return {"BLOCK_L": channels, "UNROLL": UNROLL, "STAGES": stages, "num_warps": num_warps, "num_stages": 1}
 
 
-_template = make_template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
+_template = Template("gradfuse_scan_backward", grid, load("scan/scan_backward", "scan/lanes"))
 
 
 def lower(

@@ -17,11 +17,11 @@ from ..core.subgraphs import of_source
 from ..core.templates import bits, load, run
 from ..torch_api.ir import node_layout, realize
 from ..torch_api.lowering import V, empty_strided
-from ..torch_api.template import make_template
+from ..torch_api.template import Template
 from .lower_linear import grid
 from .scan_forward import scan_forward
 
-_template = make_template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
+_template = Template("gradfuse_scan_forward", grid, load("scan/scan_forward", "scan/lanes"))
 
 
 def _tile(leaves: int) -> dict[str, Any]:

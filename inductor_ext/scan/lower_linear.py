@@ -14,7 +14,7 @@ from ..core.kernel_op import KernelOp
 from ..core.templates import load, run
 from ..torch_api.ir import node_layout, realize
 from ..torch_api.sizes import hint
-from ..torch_api.template import SymbolicGridFn, make_template
+from ..torch_api.template import SymbolicGridFn, Template
 from .linear_scan import accumulator, linear_scan
 
 
@@ -24,7 +24,7 @@ def grid(slices: Any, channels: Any, meta: dict[str, Any], *, cdiv: Callable[...
     return slices * cdiv(channels, meta["BLOCK_L"]), 1, 1
 
 
-_template = make_template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
+_template = Template("gradfuse_linear_scan", grid, load("scan/linear_scan", "scan/lanes"))
 
 
 def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +13,27 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, aut
 __all__ = ["SymbolicGridFn"]
 
 
-def make_template(name: str, grid: Callable[..., Any], source: str) -> TritonTemplate:
-    """Make a TritonTemplate. Its input layouts are frozen if this torch has that option."""
-    extra = {}
-    if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
-        extra["always_freeze_layout"] = True
-    return TritonTemplate(name=name, grid=grid, source=source, **extra)
+class Template:
+    """A TritonTemplate of Inductor whose Jinja source is compiled when it is first used.
+
+    A process that finds its kernels in the caches uses none of them.
+    """
+
+    def __init__(self, name: str, grid: Callable[..., Any], source: str) -> None:
+        self.name = name
+        self._arguments = {"name": name, "grid": grid, "source": source}
+
+    @functools.cached_property
+    def _compiled(self) -> TritonTemplate:
+        """The template. Its input layouts are frozen if this torch has that option."""
+        extra = {}
+        if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
+            extra["always_freeze_layout"] = True
+        return TritonTemplate(**self._arguments, **extra)
+
+    def maybe_append_choice(self, choices: list[Any], **options: Any) -> None:
+        """Append the kernel that these options give to ``choices``, unless they are not possible."""
+        self._compiled.maybe_append_choice(choices, **options)
 
 
 def autotune(
