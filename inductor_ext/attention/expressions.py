@@ -22,26 +22,33 @@ def expression(node: Any) -> str:
 
     Positions have their letters, and captured tensors their names.
     """
-    text = _text(node)
+    text = _text(node, {})
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
-def _text(node: Any) -> str:
+def _text(node: Any, known: dict[Node, str]) -> str:
+    """Format a node. A node that many others use is formatted once, and no more of it is kept than could be seen."""
     if not isinstance(node, Node):
         return str(node)
+    if node not in known:
+        known[node] = _formatted(node, known)[: LONGEST + 1]
+    return known[node]
+
+
+def _formatted(node: Node, known: dict[Node, str]) -> str:
     if node.op == "placeholder":
         inputs = node.graph.find_nodes(op="placeholder")
         number = inputs.index(node)
         return ("score", "b", "h", "q", "k")[number] if number < 5 else _WRAPPING.sub("", node.name) or node.name
     if node.target is operator.getitem:
-        return f"{_text(node.args[0])}[{', '.join(map(_text, indices_of(node)))}]"
+        return f"{_text(node.args[0], known)}[{', '.join(_text(i, known) for i in indices_of(node))}]"
     name = name_of(node)
     if name in _INFIX and len(node.args) == 2:
-        return f" {_INFIX[name]} ".join(_operand(a) for a in node.args)
-    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
+        return f" {_INFIX[name]} ".join(_operand(a, known) for a in node.args)
+    arguments = [*(_text(a, known) for a in node.args), *(f"{k}={_text(v, known)}" for k, v in node.kwargs.items())]
     return f"{name}({', '.join(arguments)})"
 
 
-def _operand(node: Any) -> str:
+def _operand(node: Any, known: dict[Node, str]) -> str:
     infix = isinstance(node, Node) and node.op != "placeholder" and name_of(node) in _INFIX
-    return f"({_text(node)})" if infix else _text(node)
+    return f"({_text(node, known)})" if infix else _text(node, known)

@@ -51,6 +51,8 @@ class Tables:
     _made: dict[Any, Node] = field(default_factory=dict)
     _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     _cast: dict[Node, Node] = field(default_factory=dict)
+    _keys: dict[Node, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
 
     def read(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
         """Return a node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
@@ -242,10 +244,16 @@ class Tables:
         return (*heads, *footprint.kind.index(self.inner, q, k)) or (0,)
 
     def _key(self, node: Any) -> Any:
-        """Return a key for the computation of a node, so that equal expressions share a table."""
+        """Return a key for the computation of a node, so that equal expressions share a table.
+
+        It is a number, because a key with those of all operands in it would grow as 2**n if each of n nodes is used twice.
+        """
         if not isinstance(node, Node):
             return repr(node)
-        if node.op == "placeholder":
-            return node.name
-        args = torch.fx.node.map_aggregate((node.args, node.kwargs), lambda a: self._key(a) if isinstance(a, Node) else a)
-        return str((node.op, str(node.target), args))
+        if node not in self._keys:
+            args = torch.fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda a: self._key(a) if isinstance(a, Node) else a
+            )
+            computation = str((node.op, node.name if node.op == "placeholder" else str(node.target), args))
+            self._keys[node] = self._numbers.setdefault(computation, len(self._numbers))
+        return self._keys[node]

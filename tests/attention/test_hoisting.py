@@ -211,6 +211,20 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     assert table.value.dtype is torch.float32
 
 
+def test_an_expression_that_uses_each_step_several_times():
+    """There are 3**40 ways from the lookup to the result, and each node is looked at once."""
+    t = table(2, LENGTH)
+
+    def many_steps(s, b, h, q, k):
+        x = t[h, (q - k).clamp(0, 7)]
+        for _ in range(40):
+            x = torch.where(x > 0.5, x * 0.5, x + 0.25)
+        return s + x
+
+    notes = hoisted(many_steps)["notes"]
+    assert notes.startswith("table: ") and "... has the footprint head+diagonal; its table is [H, Q + K - 1]" in notes
+
+
 @pytest.mark.breadth(0)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
