@@ -255,11 +255,14 @@ class _Hoist:
         maximal = [
             n for n in self.graph.nodes if self._worth_hoisting(n) and not all(self._worth_hoisting(u) for u in n.users)
         ]
-        # Users come first, because an expression in them may also be hoisted for another user.
+        # Users come first, because an expression in them may also be hoisted for another user. If it has no other, it is gone.
         for node in reversed(maximal):
+            if not node.users:
+                continue
             with self.graph.inserting_before(node):
                 read = self._read([(1, node)])
             node.replace_all_uses_with(read)
+            self.graph.eliminate_dead_code()
 
     # ------------------------------------------------ predicates
 

@@ -12,6 +12,7 @@ from torch.fx import Interpreter
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from inductor_ext import passes
+from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from inductor_ext.torch_api.higher_order import flex_attention_hop
 from tests.support import random_score_mods
@@ -211,18 +212,24 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     assert table.value.dtype is torch.float32
 
 
+def many_steps(x):
+    for _ in range(40):
+        x = torch.where(x > 0.5, x * 0.5, x + 0.25)
+    return x
+
+
 def test_an_expression_that_uses_each_step_several_times():
     """There are 3**40 ways from the lookup to the result, and each node is looked at once."""
-    t = table(2, LENGTH)
-
-    def many_steps(s, b, h, q, k):
-        x = t[h, (q - k).clamp(0, 7)]
-        for _ in range(40):
-            x = torch.where(x > 0.5, x * 0.5, x + 0.25)
-        return s + x
-
-    notes = hoisted(many_steps)["notes"]
-    assert notes.startswith("table: ") and "... has the footprint head+diagonal; its table is [H, Q + K - 1]" in notes
+    t, query = table(2, LENGTH), torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    score_mod = lambda s, b, h, q, k: s + many_steps(t[h, (q - k).clamp(0, 7)])  # noqa: E731
+    with eager_graphs(), collect() as report:
+        attention = torch.compile(lambda q: flex_attention(q, q, q, score_mod=score_mod), backend="gradfuse", fullgraph=True)
+        (got,) = torch.autograd.grad(attention(query).sin().sum(), t)
+    assert ["table" in d.path for d in report.decisions if d.pass_name == "hoisting"] == [True]
+    exact, position = query.detach().double(), torch.arange(LENGTH)
+    bias = many_steps(t.double())[:, (position[:, None] - position).clamp(0, 7)]
+    (want,) = torch.autograd.grad(((exact @ exact.mT / 4 + bias).softmax(-1) @ exact).sin().sum(), t)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.breadth(0)
