@@ -196,7 +196,7 @@ def run(
     time_limit: float | None = None,
     progress: Callable[[Outcome, int, int], None] | None = None,
 ) -> Summary:
-    """Run every job (family, seed), spread over the workers. Jobs that are left at the time limit do not run."""
+    """Run every job (family, seed), spread over the workers. Jobs that are left at the time limit, or at Ctrl-C, do not run."""
     summary, results = Summary(), queue.SimpleQueue()
     begin = time.monotonic()
     shares = [list(jobs[i::workers]) for i in range(workers)]
@@ -212,6 +212,9 @@ def run(
                 worker.watch()
             if time_limit is not None and time.monotonic() - begin > time_limit:
                 break
+    except KeyboardInterrupt:
+        # An hour of results must not be lost.
+        print(f"stopped after {len(summary.outcomes)} programs", file=sys.stderr)
     finally:
         for worker in crew:
             worker.stop()

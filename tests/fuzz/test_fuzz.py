@@ -171,3 +171,11 @@ def test_a_hung_program_is_a_crash():
     # The first attention of a process takes longer than a second.
     summary = run([("score_mods", 0), ("indices", 0)], Settings(timeout=1), workers=1)
     assert summary.outcomes[-1].outcome == "crash" and "no end" in summary.outcomes[-1].reason
+
+
+def test_an_interrupted_run_keeps_its_results():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    summary = run([("casts", seed) for seed in range(100)], Settings(), progress=interrupt)
+    assert len(summary.outcomes) == 1 and summary.counts()["casts"]
