@@ -255,7 +255,7 @@ class _Hoist:
         maximal = [
             n for n in self.graph.nodes if self._worth_hoisting(n) and not all(self._worth_hoisting(u) for u in n.users)
         ]
-        # Users come first, because an expression in them may also be hoisted for another user. If it has no other, it is gone.
+        # Users come first, because an expression in them may also be hoisted for another user. If there is none, it is gone.
         for node in reversed(maximal):
             if not node.users:
                 continue
