@@ -34,6 +34,8 @@ from .tables import Tables
 
 #: The widest query and key for which there are tiles.
 WIDEST = 256
+#: Divided by less, ordinary rows would become infinite or lose their digits.
+SMALLEST_SCALE = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,13 @@ class Columns:
         query, key = fake_tensor(self.call.query), fake_tensor(self.call.key)
         alike = all(statically_known_true(m == n) for m, n in zip(query.shape[:2], key.shape[:2], strict=True))
         width = query.shape[3] + sum(p.width for p in products)
-        return alike and isinstance(width, int) and width <= WIDEST and all(map(self._is_exact, products))
+        fits = alike and isinstance(width, int) and width <= WIDEST and self._divides()
+        return fits and all(map(self._is_exact, products))
+
+    def _divides(self) -> bool:
+        """Return whether the columns can be divided by the scale, which a user may set to 0."""
+        scale = self.call.scale
+        return isinstance(scale, (int, float)) and abs(scale) >= SMALLEST_SCALE and math.isfinite(scale)
 
     def _is_exact(self, product: Product) -> bool:
         dtype = fake_tensor(self.call.query).dtype

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention import columns, hoisting
 from inductor_ext.core.report import collect
+from tests.support.eager_graphs import eager_graphs
 from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .case import Case, relative_error
@@ -139,6 +140,24 @@ def test_lengths_that_change():
 def test_a_width_that_changes_keeps_its_table():
     error, found = compared((97, 64), dynamic=True)
     assert error < 1e-5 and set(found) == {"table"}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, -0.5])
+def test_a_scale_of_the_user(scale):
+    operands = [torch.randn(B, H, 20, n, requires_grad=True) for n in (16, 16, 16, W, W)]
+
+    def function(q, k, v, a, c):
+        score_mod = lambda s, b, h, i, j: s + torch.dot(a[b, h, i], c[b, h, j])  # noqa: E731
+        return flex_attention(q, k, v, score_mod=score_mod, scale=scale)
+
+    with eager_graphs(), collect() as report:
+        out = torch.compile(function, backend="gradfuse", fullgraph=True)(*operands)
+        got = torch.autograd.grad(out.sin().sum(), operands[2:])
+    q, k, v, a, c = exact = [x.detach().double().requires_grad_() for x in operands]
+    want = (q @ k.mT * scale + product(a, c)).softmax(-1) @ v
+    wanted = torch.autograd.grad(want.sin().sum(), exact[2:])
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip((out, *got), (want, *wanted), strict=True))
+    assert paths(report) == ["columns" if scale == -0.5 else "table"]
 
 
 def test_float64():
