@@ -34,8 +34,8 @@ from .tables import Tables
 
 #: The widest query and key for which there are tiles.
 WIDEST = 256
-#: Divided by less, ordinary rows would become infinite or lose their digits.
-SMALLEST_SCALE = 2.0**-40
+#: Multiplied by more than the second or less than the first, rows might become infinite or lose their digits.
+FACTORS = 2.0**-40, 2.0**40
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,9 @@ class Columns:
         query, key = fake_tensor(self.call.query), fake_tensor(self.call.key)
         alike = all(statically_known_true(m == n) for m, n in zip(query.shape[:2], key.shape[:2], strict=True))
         width = query.shape[3] + sum(p.width for p in products)
-        fits = alike and isinstance(width, int) and width <= WIDEST and self._divides()
+        scalable = isinstance(self.call.scale, (int, float)) and self.call.scale != 0
+        fits = alike and scalable and isinstance(width, int) and width <= WIDEST
         return fits and all(map(self._is_exact, products))
-
-    def _divides(self) -> bool:
-        """Return whether the columns can be divided by the scale, which a user may set to 0."""
-        scale = self.call.scale
-        return isinstance(scale, (int, float)) and abs(scale) >= SMALLEST_SCALE and math.isfinite(scale)
 
     def _is_exact(self, product: Product) -> bool:
         dtype = fake_tensor(self.call.query).dtype
@@ -93,13 +89,16 @@ class Columns:
         found = [self.footprints.get(v) for v in vectors]
         if any(f is None or f.score or f.unknown for f in found):
             return False
+        factor = product.factor / self.call.scale
+        if not FACTORS[0] <= abs(factor) <= FACTORS[1]:
+            return False
         if any(torch.promote_types(dtype_of(v), dtype) is not dtype for v in vectors):
             return False
         if dtype is torch.float16:
             return False
         if dtype is not torch.bfloat16:
             return True
-        of_powers_of_two = abs(math.frexp(product.factor / self.call.scale)[0]) == 0.5
+        of_powers_of_two = abs(math.frexp(factor)[0]) == 0.5
         elements = self.tables.elements(found[0].join(found[1]))
         too_large = elements is None or elements > LARGEST_TABLE
         return of_powers_of_two and (too_large or not any(self._shared(f) for f in found))

@@ -38,6 +38,7 @@ from ..core.dynamo_graph import Inserter
 from ..core.fx import cone, fake_tensor, indices_of, name_of, working_dtype
 from ..core.report import record, user_line
 from ..options import Options
+from ..torch_api.graph import pytree
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
 from .canonical import drop_unused, fill_constants, install, needs_grad
@@ -394,4 +395,8 @@ def _precision(x: Any) -> torch.dtype | str | None:
 
 
 def _single_use(node: Any) -> bool:
-    return isinstance(node, Node) and len(node.users) == 1
+    """Return whether a node is one operand of one other node. In ``x + x`` it is two operands."""
+    if not isinstance(node, Node) or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return sum(operand is node for operand in pytree.tree_leaves((user.args, user.kwargs))) == 1

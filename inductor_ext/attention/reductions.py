@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..core.fx import called, cone, fake_tensor
+from ..core.fx import called, cone, dtype_of, fake_tensor
 from .score_mod import ScoreMod
 
 _DOTS = {"dot", "vdot", "inner", "matmul"}
@@ -29,11 +29,16 @@ def summed(node: Node) -> tuple[Any, ...] | None:
 
 
 def factors(node: Node) -> tuple[Node, Node] | None:
-    """Return the vectors of the query and of the key if ``node`` is their inner product, otherwise None."""
+    """Return the vectors of the query and of the key if ``node`` is their inner product, otherwise None.
+
+    Products of integers may wrap before they are added, which no matmul does in the same way.
+    """
     terms = summed(node)
     if terms is not None and len(terms) == 1 and called(terms[0]) in _PRODUCTS and not terms[0].kwargs:
         terms = terms[0].args
     if terms is None or len(terms) != 2 or any(_rank(x) != 1 for x in terms):
+        return None
+    if not all(dtype_of(x).is_floating_point for x in terms):
         return None
     inputs = ScoreMod.of(node.graph)
     reached = [cone(x) for x in terms]

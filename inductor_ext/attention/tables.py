@@ -192,7 +192,10 @@ class Tables:
         call = self.outer.function
         if factors(node) is None:
             vectors = [self._outside(n, grid, done) for n in summed(node)]
-            return call(torch.sum, vectors[0] if len(vectors) == 1 else call(torch.mul, *vectors), -1)
+            total = call(torch.sum, vectors[0] if len(vectors) == 1 else call(torch.mul, *vectors), -1)
+            dtype = fake_tensor(node).dtype
+            # The inner product of narrow integers wraps, and torch.sum counts in 64 bits.
+            return total if dtype.is_floating_point else self.outer.method("to", total, dtype)
         sides = []
         for vector, other_axis in zip(factors(node), (-2, -3), strict=True):
             side = self._outside(vector, grid, done)

@@ -64,6 +64,12 @@ TAKEN = {
         lambda t: lambda s, b, h, q, k: s + torch.dot(t["a"][b, h, q].tanh() * t["t"][h, q], t["c"][b, h, k // 2]),
         lambda t: lambda s, b, h, q, k: s + product(t["a"].tanh() * t["t"][..., None], t["c"][:, :, torch.arange(S) // 2]),
     ),
+    "sum_used_twice": Case(
+        "sum_used_twice",
+        {"a": ROWS, "c": ROWS},
+        lambda t: lambda s, b, h, q, k: (x := s + torch.dot(t["a"][b, h, q], t["c"][b, h, k])) + x,
+        lambda t: lambda s, b, h, q, k: 2 * (s + product(t["a"], t["c"])),
+    ),
     "shared_rows": Case(
         "shared_rows",
         {"a": ROWS, "c": OF_THE_BATCH, "e": OF_ALL},
@@ -167,6 +173,9 @@ def test_float64():
 
 
 DOT = TAKEN["dot"]
+#: Integers whose products wrap.
+NARROW = torch.arange(B * H * S * W).mul(37).remainder(200).sub(100).view(ROWS).to(torch.int8)
+PRODUCTS = NARROW[:, :, :, None] * NARROW[:, :, None]
 #: What keeps its table of pairs.
 KEPT = {
     # Columns of half precision would round 1 / scale, or the gradients of rows that are shared.
@@ -205,6 +214,11 @@ KEPT = {
         score_mod=lambda t: lambda s, b, h, q, k: 0.5 * s + torch.dot(t["a"][b, h, q], t["c"][b, h, k]),
         dense=lambda t: lambda s, b, h, q, k: 0.5 * s + product(t["a"], t["c"]),
     ),
+    "score_twice": replace(
+        DOT,
+        score_mod=lambda t: lambda s, b, h, q, k: s + s + torch.dot(t["a"][b, h, q], t["c"][b, h, k]),
+        dense=lambda t: lambda s, b, h, q, k: s + s + product(t["a"], t["c"]),
+    ),
     "factor_that_varies": replace(
         DOT,
         tables={"a": ROWS, "c": ROWS, "t": (H, S)},
@@ -219,6 +233,37 @@ KEPT = {
 def test_what_keeps_its_table(name):
     found = check(KEPT[name], "cpu")
     assert "columns" not in found and "table" in found
+
+
+#: Inner products of narrow integers, which wrap.
+INTEGERS = {
+    "of_pairs": replace(
+        DOT,
+        tables={"t": (H, S)},
+        score_mod=lambda t: lambda s, b, h, q, k: s + t["t"][h, k] + 0.1 * torch.dot(NARROW[b, h, q], NARROW[b, h, k]),
+        dense=lambda t: lambda s, b, h, q, k: s + t["t"][:, None] + 0.1 * PRODUCTS.sum(-1).to(torch.int8),
+    ),
+    "sums_of_products_that_wrap": replace(
+        DOT,
+        tables={"t": (H, S)},
+        score_mod=lambda t: lambda s, b, h, q, k: s + t["t"][h, k] + 0.1 * (NARROW[b, h, q] * NARROW[b, h, k]).sum(-1),
+        dense=lambda t: lambda s, b, h, q, k: s + t["t"][:, None] + 0.1 * PRODUCTS.sum(-1),
+    ),
+    "of_keys": replace(
+        DOT,
+        tables={"t": (H, S)},
+        score_mod=lambda t: lambda s, b, h, q, k: s + t["t"][h, k] + 0.1 * torch.dot(NARROW[b, h, k], NARROW[b, h, k]),
+        dense=lambda t: (
+            lambda s, b, h, q, k: s + t["t"][:, None] + 0.1 * (NARROW * NARROW).sum(-1).to(torch.int8)[:, :, None]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_products_of_integers(name):
+    """No matmul wraps as they do, so that those of pairs are neither columns nor a table."""
+    assert check(INTEGERS[name], "cpu") == (["table"] if name == "of_keys" else [])
 
 
 def test_shared_rows_whose_table_is_too_large(monkeypatch):
