@@ -170,7 +170,9 @@ def test_a_worker_ends_when_its_gpu_is_lost(capsys):
 def test_a_hung_program_is_a_crash():
     # The first attention of a process takes longer than a second.
     summary = run([("score_mods", 0), ("indices", 0)], Settings(timeout=1), workers=1)
-    assert summary.outcomes[-1].outcome == "crash" and "no end" in summary.outcomes[-1].reason
+    # If the alarm rings in C++ code, its exception ends the process.
+    found = summary.outcomes[-1]
+    assert found.outcome == "crash" and ("no end" in found.reason or "the process ended with -6" in found.reason)
 
 
 def test_an_interrupted_run_keeps_its_results():
