@@ -60,7 +60,8 @@ def product(term: Node, sign: int) -> Product | None:
     if vectors is None or factor == 0 or not math.isfinite(factor):
         return None
     width, other = (fake_tensor(v).shape[0] for v in vectors)
-    return Product(*vectors, factor, width) if isinstance(width, int) and isinstance(other, int) and width == other else None
+    known = isinstance(width, int) and isinstance(other, int)
+    return Product(*vectors, factor, width) if known and width == other else None
 
 
 @dataclass

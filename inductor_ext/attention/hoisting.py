@@ -119,14 +119,8 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
     made = {i: tables.kinds[operand] for i, operand in enumerate(captured) if operand in tables.kinds}
     kernel_options = {**call.kernel_options, **described(made)}
-    rewritten = {
-        "query": query,
-        "key": key,
-        "score_mod": new_score_mod,
-        "kernel_options": kernel_options,
-        "captured": tuple(captured),
-    }
-    node.args = replace(call, **rewritten).operands()
+    call = replace(call, query=query, key=key, score_mod=new_score_mod, captured=tuple(captured))
+    node.args = replace(call, kernel_options=kernel_options).operands()
     for path, why in hoist.done:
         record(NAME, "flex_attention", path, why, user_line(node))
 
@@ -213,9 +207,9 @@ class _Hoist:
             root = user
         terms = self._terms(root)
         found: dict[int, Product] = {}
-        for i, (sign, term) in enumerate(terms):
+        for i, (sign, term) in enumerate(terms if (1, score) in terms else ()):
             one = product(term, sign) if isinstance(term, Node) else None
-            if one is not None and (1, score) in terms and columns.takes([*found.values(), one]):
+            if one is not None and columns.takes([*found.values(), one]):
                 found[i] = one
         if not found:
             return columns.call.query, columns.call.key

@@ -51,8 +51,8 @@ class Tables:
     _made: dict[Any, Node] = field(default_factory=dict)
     _grids: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     _cast: dict[Node, Node] = field(default_factory=dict)
-    _keys: dict[Node, int] = field(default_factory=dict)
-    _numbers: dict[str, int] = field(default_factory=dict)
+    _keys: dict[Node, str] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
 
     def read(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
         """Return a node of the score_mod that reads the table of a signed sum of nodes, and a note about the table."""
@@ -249,7 +249,8 @@ class Tables:
     def _key(self, node: Any) -> Any:
         """Return a key for the computation of a node, so that equal expressions share a table.
 
-        It is a number, because a key with those of all operands in it would grow as 2**n if each of n nodes is used twice.
+        It is a name, because a key with those of all operands in it would grow as 2**n if each of n nodes is used twice. It
+        is not a number, which could not be told from a number among the operands.
         """
         if not isinstance(node, Node):
             return repr(node)
@@ -258,5 +259,5 @@ class Tables:
                 (node.args, node.kwargs), lambda a: self._key(a) if isinstance(a, Node) else a
             )
             computation = str((node.op, node.name if node.op == "placeholder" else str(node.target), args))
-            self._keys[node] = self._numbers.setdefault(computation, len(self._numbers))
+            self._keys[node] = self._names.setdefault(computation, f"node {len(self._names)}")
         return self._keys[node]

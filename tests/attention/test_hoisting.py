@@ -212,6 +212,15 @@ def test_a_tensor_that_a_table_and_the_score_mod_read_is_cast_once():
     assert table.value.dtype is torch.float32
 
 
+def test_a_number_is_not_taken_for_the_node_of_that_number():
+    """``k * 2`` and ``k * k`` differ, whatever number stands for k while equal expressions are looked for."""
+    t = table(2, 9)
+    squares = lambda s, b, h, q, k: s * t[h, k * 2 % 9].exp() + t[h, k * k % 9].exp()  # noqa: E731
+    for mod in (squares, *(lambda s, b, h, q, k, n=n: s * t[h, k * n % 9].exp() + t[h, k * k % 9].exp() for n in (1, 3, 4))):
+        assert hoisted(mod)["notes"].count("its table is [H, K]") == 2
+        assert len(hoisted(mod)["captured"]) == 2
+
+
 def many_steps(x):
     for _ in range(40):
         x = torch.where(x > 0.5, x * 0.5, x + 0.25)
