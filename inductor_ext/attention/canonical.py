@@ -9,6 +9,7 @@ small FX graph of ``getitem``, ``add``, ``where`` and so on. Each of these rules
     captured-only work       softplus(table)[h], w[0]    -> computed once outside, the result captured
     0-d captures             score * temperature         -> score * temperature.view(1)[0]
     a cast to bool           k.bool()                    -> k != 0
+    constants of a tensor    zeros_like(table[h])        -> 0, so that no gradient is expected of the table
     unused captures          _ = w[h]; return score      -> not captured at all
     no score in the output   return table[h, k]          -> where(q >= 0, table[h, k], score), whose gradient is the same
 
@@ -59,6 +60,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     try:
         done += functionalise(graph)
         with gm.graph.inserting_before(node):
+            _fill_constants(graph)
             _lookups(graph, done)
             _compare_with_zero(graph)
             _flatten_nested_indexing(graph, done)
@@ -278,7 +280,7 @@ def _connect_score(graph: Graph, done: list[str]) -> None:
     done.append("the output, which did not depend on the score, now formally depends on it")
 
 
-def fill_constants(graph: Graph) -> None:
+def _fill_constants(graph: Graph) -> None:
     """Replace ``zeros_like(x)`` and similar ops by constants: they use only the dtype of ``x``, not its values."""
     for node in list(graph.nodes):
         value, name = fake_tensor(node), called(node)

@@ -41,7 +41,7 @@ from ..options import Options
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
-from .canonical import drop_unused, fill_constants, install, needs_grad
+from .canonical import drop_unused, install, needs_grad
 from .columns import Columns, Product, product
 from .descriptor import described
 from .expressions import expression
@@ -90,7 +90,6 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     graph = Graph()
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
-    fill_constants(graph)
     extents = _extents(call.query, call.key)
     known = footprints(graph, extents)
     tables = Tables(

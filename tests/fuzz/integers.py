@@ -63,7 +63,7 @@ class Integers:
 
     def arithmetic(self, x: Int, y: Int, depth: int) -> Int:
         rng = self.rng
-        kind, n = rng.randrange(9, 22), rng.choice([1, 2, 3, 4, 7])
+        kind, n = rng.randrange(9, 24), rng.choice([1, 2, 3, 4, 7])
         big = max(abs(x.low), abs(x.high), abs(y.low), abs(y.high)) > 2**20
         if kind == 9:
             return Int(f"({x.text} + {y.text})", x.low + y.low, x.high + y.high)
@@ -90,6 +90,11 @@ class Integers:
             return Int(f"({x.text}).to(torch.{rng.choice(['int64', 'int32'])})", x.low, x.high)
         if kind == 20:
             return Int(f"({n} - {x.text})", n - x.high, n - x.low)
+        # One operand may be used twice, and a square grows as no multiple of a position does.
+        other = x if rng.random() < 0.5 else y
+        ends = [a * c for a in (x.low, x.high) for c in (other.low, other.high)]
+        if kind == 21 and max(map(abs, ends)) < 2**20:
+            return Int(f"({x.text} * {other.text})", min(ends), max(ends))
         return x
 
     def looked_up(self) -> Int:

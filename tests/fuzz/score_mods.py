@@ -94,7 +94,10 @@ class _ScoreMod(Integers):
         if kind == 11:
             d = rng.choice([3, 4])
             a, c = self.table(b, h, q, d), self.table(b, h, k, d)
-            return rng.choice([f"({a}[b, h, q] * {c}[b, h, k]).sum(-1)", f"torch.dot({a}[b, h, q], {c}[b, h, k])"])
+            inner = rng.choice([f"({a}[b, h, q] * {c}[b, h, k]).sum(-1)", f"torch.dot({a}[b, h, q], {c}[b, h, k])"])
+            return rng.choice(
+                [inner, inner, f"{inner} * {rng.choice([0.0, -0.5, 3.0, 0.25])}", f"({inner} * {self.table(h)}[h])"]
+            )
         if kind == 12:
             n = rng.choice([4, 6])
             x, y = self.integer(2), self.integer(2)
@@ -232,11 +235,13 @@ class _ScoreMod(Integers):
         elif kind == 3:
             self.lines += [f"x = {x}", f"y = x + {self.read()}"]
             x = "x * y"
-        kind = rng.randrange(16)
+        kind = rng.randrange(20)
+        if kind >= 17:
+            return self.score_used_again(x)
         if kind >= 13:
             # A sum has a term that is a sum of booleans or integers, and this term must not be split.
             term, rows = self.integer_term(), (self.heads, self.queries)
-            if kind < 15:
+            if kind < 16:
                 # A rewrite takes this out of the sum: a term without a key, or two terms with the same footprint.
                 two = f"{self.table(self.heads, self.keys)}[h, k] + {self.table(self.keys)}[k]"
                 x = rng.choice([f"{self.table(self.heads)}[h]", f"{self.table(*rows)}[h, q]", two])
@@ -258,6 +263,13 @@ class _ScoreMod(Integers):
         if kind == 7:
             return f"{x} + s - {self.read()}"
         return f"s + {x}"
+
+    def score_used_again(self, x: str) -> str:
+        """A sum in which the score, or a sum of it, occurs more than once. Such a sum is not the score plus terms."""
+        rng = self.rng
+        self.lines.append(f"y = {rng.choice([f's + {x}', f'{x} - s', f'{x} + {self.read()}', 's'])}")
+        again = [f"y + s * {self.read()}", f"s + y + {x}", f"y * 0.5 + s - y * {self.read()}", "s + torch.tanh(y) + y"]
+        return rng.choice([*again, "s + y * y * 0.1", f"y + s + {self.read()} * y.detach()"])
 
     def mask(self) -> str | None:
         """A mask_mod as an expression. The tensors that it captures become inputs."""

@@ -218,6 +218,12 @@ CASES = [
         lambda t: lambda s, b, h, q, k: s + t["u"][h, q] * k * 0.1 + t["t"][h, k // 2],
     ),
     case(
+        "ones_like_the_only_read",
+        lambda t: lambda s, b, h, q, k: torch.where(q > k, s, torch.ones_like(t["w"][q * k % 8, h])),
+        lambda t: lambda s, b, h, q, k: torch.where(q > k, s, 1.0) + 0 * t["w"][q * k % 8, h],
+        tables={"w": (8, HEADS)},
+    ),
+    case(
         "embedding",
         lambda t: lambda s, b, h, q, k: s + F.embedding((q - k).clamp(0, 7), t["w"])[h],
         lambda t: lambda s, b, h, q, k: s + t["w"][(q - k).clamp(0, 7), h],
