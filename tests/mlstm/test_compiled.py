@@ -95,16 +95,21 @@ def test_float64_and_wide_heads_run_in_blocks(device):
 
 @pytest.mark.gpu
 def test_cuda_graphs():
-    """With ``mode="reduce-overhead"``, a replayed graph reads the operands of its own call."""
+    """A replayed graph reads the operands of its own call.
+
+    The option ``deterministic`` is on, because Inductor chooses the tile of the reduction that gives the gradient of the norm's
+    weight by a measurement, and each of the two compilations measures for itself.
+    """
     case = Case(length=130, width=64, value_width=64)
-    run, replayed = compiled(case), compiled(case, mode="reduce-overhead")
+    run = compiled(case, options={"deterministic": True})
+    replayed = compiled(case, options={"deterministic": True, "triton.cudagraphs": True})
     for case.seed in range(4):
         operands = case.operands("cuda")
         grad = torch.randn_like(operands[2])
         want = [y := run(*operands), *torch.autograd.grad(y, operands, grad)]
         torch.compiler.cudagraph_mark_step_begin()
         got = [y := replayed(*operands), *torch.autograd.grad(y, operands, grad)]
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
 
 
 @pytest.mark.gpu
