@@ -17,7 +17,9 @@ import contextlib
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,12 +181,17 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
                 return Result("stock_too" if stock_too else "wrong", reason)
     found = _differences(program, runs[0], exact, eager_run)
     bad = [d for d in found if not d[1] <= d[2]]
+
+    def stock_over_one_draw() -> list[tuple[str, float, float]]:
+        (run,) = compiled(program, device, mode, True, [DRAW])
+        return _differences(program, run, exact, eager_run)
+
+    stock = stock_over_one_draw
     if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] / max(d[2], 0.1) for d in bad) < 2:
         with contextlib.suppress(Exception):
             bad = [d for d in _over_many_draws(program, device, mode, False, options) if not d[1] <= d[2]]
-    if not bad:
-        return Result("ok")
-    return _blame(program, mode, device, bad, exact, eager_run)
+            stock = partial(_over_many_draws, program, device, mode, True, None)
+    return _blame(program, device, bad, stock) if bad else Result("ok")
 
 
 def context_lost(device: str) -> bool:
@@ -232,15 +239,17 @@ def _stock_is_wrong_or_varies(program: Program, mode: str, device: str, name: st
 
 
 def _blame(
-    program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], exact: Run, eager_run: Run
+    program: Program,
+    device: str,
+    bad: list[tuple[str, float, float]],
+    stock: Callable[[], list[tuple[str, float, float]]],
 ) -> Result:
-    """Judge the result of stock in the same way, after a wrong result of gradfuse."""
+    """Compare a wrong result of gradfuse with the errors of stock over the same draws."""
     reason = _report(bad)
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("wrong", reason)
     try:
-        (run,) = compiled(program, device, mode, True, [DRAW])
-        theirs = {name: error for name, error, _ in _differences(program, run, exact, eager_run)}
+        theirs = {name: error for name, error, _ in stock()}
     except Exception as error:
         return Result("wrong", f"{reason} (stock raises {one_line(error)})"[:300])
     if all(theirs.get(name, 0.0) > 0.5 * error for name, error, _ in bad):

@@ -13,6 +13,7 @@ from inductor_ext import backend, passes
 from .judge import judge
 from .program import Program
 from .runner import FAMILIES, Settings, generate, run, work
+from .runs import reference
 
 #: The number of programs of each family. These are 300 programs, and they take two minutes on two cores.
 PROGRAMS = {"score_mods": 25, "scans": 25, "attentions": 50, "indices": 120, "casts": 80}
@@ -141,6 +142,21 @@ def test_a_planted_wrong_result_is_found(name):
     with _spoilt(1.05 if half else 1.001):
         result = judge(KNOWN[name])
     assert result.outcome == "wrong", result
+
+
+def test_stock_is_judged_over_the_same_draws():
+    """A result of stock with the same errors, which are small in the first draw and large in the others."""
+
+    def off(program, device, mode, stock, draws, options=None):
+        runs = [reference(program, device, draw) for draw in draws]
+        for run_, draw in zip(runs, draws, strict=True):
+            run_.outputs = [(x * (1.1 if draw else 1.01)).float() for x in run_.outputs]
+            run_.gradients = [None if x is None else x.float() for x in run_.gradients]
+        return runs
+
+    with mock.patch("tests.fuzz.judge.compiled", off), mock.patch("tests.fuzz.judge.DRAWS", 8):
+        result = judge(KNOWN["indices"])
+    assert result.outcome == "stock_too", result
 
 
 def test_a_crash_is_found():
