@@ -5,21 +5,24 @@ python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
 python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
 
 A step is forward, loss and backward. The time is the median, and the peak is what a step allocates beyond parameters. Every
-model has a process for each peer. All processes compile at the same time, and then they are timed one after another. Last,
-new processes take a first step with the caches that the first ones have filled, again all at the same time.
+model has a process for each peer, with an empty cache of its own. All processes compile at the same time, and then they are
+timed one after another. Last, new processes take a first step with these caches, again all at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,10 +179,10 @@ def _work(name: str, peer: str, smoke: bool) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _start(name: str, peer: str, smoke: bool) -> subprocess.Popen[str]:
+def _start(name: str, peer: str, smoke: bool, caches: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.models", "--worker", "--model", name, "--peer", peer]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True)
+    pipe, own = subprocess.PIPE, os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}-{peer}"}
+    return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True, env=own)
 
 
 def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[str, Any]:
@@ -195,19 +198,19 @@ def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[
     return json.loads(out.strip().splitlines()[-1])
 
 
-def _rows(chosen: list[tuple[str, str]], measures: str) -> Iterator[dict[str, Any]]:
+def _rows(chosen: list[tuple[str, str]], measures: str, caches: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the chosen models and peers, in order, after all have taken their first step."""
-    workers = [_start(name, peer, False) for name, peer in chosen]
+    workers = [_start(name, peer, False, caches) for name, peer in chosen]
     first_lines = [worker.stdout.readline() for worker in workers]
     for worker, line in zip(progress("models", "step", of=workers), first_lines, strict=True):
         yield _row(worker, line, measures)
 
 
-def _write(rows: list[dict[str, Any]]) -> None:
-    """Write rows, each with its date. Rows of other models stay if they were measured with the same GPU and versions."""
-    path, here = RESULTS / "models.json", environment() | {"transformers": hf.__version__}
-    date = here.pop("date")
-    rows = [{**row, "date": date} for row in rows]
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows, each with its date and device. Rows of other models stay if they were measured with the same versions."""
+    here = environment() | {"transformers": hf.__version__}
+    of_a_row = {name: here.pop(name) for name in ("date", "device")}
+    rows = [row | of_a_row for row in rows]
     before = json.loads(path.read_text()) if path.exists() else {"environment": None}
     if before["environment"] == here:
         measured = {row["model"] for row in rows}
@@ -222,25 +225,31 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODELS, help="may be given several times")
     parser.add_argument("--peer", action="append", choices=BACKENDS, help="may be given several times")
     parser.add_argument("--smoke", action="store_true", help="one step of a reduced model, and write nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     chosen = [(name, peer) for name in given.model or MODELS for peer in given.peer or BACKENDS]
     if given.worker:
         _work(*chosen[0], given.smoke)
         return
-    if given.smoke:
-        for name, peer in chosen:
-            print(_start(name, peer, True).communicate()[0].strip().splitlines()[-1], flush=True)
-        return
+    with tempfile.TemporaryDirectory() as caches:
+        if given.smoke:
+            for name, peer in chosen:
+                print(_start(name, peer, True, caches).communicate()[0].strip().splitlines()[-1], flush=True)
+        else:
+            _measure(chosen, caches, given.out)
+
+
+def _measure(chosen: list[tuple[str, str]], caches: str, out: Path) -> None:
     rows: list[dict[str, Any]] = []
-    for row in _rows(chosen, "time"):
+    for row in _rows(chosen, "time", caches):
         print(json.dumps(row), flush=True)
-        _write(rows := [*rows, row])
+        _write(rows := [*rows, row], out)
     compiled = [row for row in rows if row["peer"] != "eager" and "refused" not in row]
-    again = _rows([(row["model"], row["peer"]) for row in compiled], "")
+    again = _rows([(row["model"], row["peer"]) for row in compiled], "", caches)
     for row, warm in zip(compiled, again, strict=True):
         row["warm_first_step_s"] = warm.get("first_step_s")
-    _write(rows)
+    _write(rows, out)
 
 
 if __name__ == "__main__":
