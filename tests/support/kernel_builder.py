@@ -8,10 +8,11 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
 
 def build(job):
-    """Build one kernel. The cubin and the PTX are written next to its source; the reply has the shared memory in bytes."""
+    """Build one kernel. What is built is written next to its source; the reply has the shared memory in bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -24,9 +25,9 @@ def build(job):
     source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
     built = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
-    with open(f"{job['path']}.cubin", "wb") as cubin, open(f"{job['path']}.ptx", "w") as ptx:
-        cubin.write(built.asm["cubin"])
-        ptx.write(built.asm["ptx"])
+    for form in ("ttir", "ptx", "cubin"):
+        code = built.asm[form]
+        Path(f"{job['path']}.{form}").write_bytes(code if isinstance(code, bytes) else code.encode())
     return {"shared": built.metadata.shared}
 
 

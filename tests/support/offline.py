@@ -21,11 +21,12 @@ RESERVED_SINCE_HOPPER = 1024
 class Built:
     """A kernel that was built for an architecture.
 
-    stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
+    ttir: Triton's own representation of it, after the passes that are the same for all GPUs. stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
     """
 
     name: str
     arch: int
+    ttir: str
     ptx: str
     stack: int
     shared_memory: int
@@ -62,7 +63,8 @@ class Builder:
         assert "error" not in reply, f"{name} for sm_{arch} was not built ({path}):\n{reply['error'][-3000:]}"
         used = _resource_usage(f"{path}.cubin")
         static = used["SHARED"] - (RESERVED_SINCE_HOPPER if arch >= 90 else 0)
-        return Built(name, arch, Path(f"{path}.ptx").read_text(), used["STACK"], reply["shared"] + static)
+        ttir, ptx = (Path(f"{path}.{form}").read_text() for form in ("ttir", "ptx"))
+        return Built(name, arch, ttir, ptx, used["STACK"], reply["shared"] + static)
 
     def _answer(self, job):
         if self._process is None or self._process.poll() is not None:
