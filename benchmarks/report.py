@@ -38,7 +38,8 @@ MARK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 def provenance(result: dict[str, Any]) -> str:
     e = result["environment"]
     when = f" {e['date']}" if "date" in e else ""
-    return f"Measured{when} on {e['device']}, torch {e['torch']}, Triton {e['triton']}."
+    where = f" on {e['device']}, torch" if "device" in e else " with torch"
+    return f"Measured{when}{where} {e['torch']}, Triton {e['triton']}."
 
 
 def flex_table() -> str:
@@ -128,12 +129,23 @@ def models_table() -> str:
     step = wide.step_ms.map("{:.1f}".format)
     peak = (wide.step_peak_mb / 1024).map("{:.1f}".format)
     ours = rows[rows.peer == "gradfuse"].set_index("model")
-    columns = [step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, ours.fired.map(_fired), ours.date]
-    lines = pd.concat(columns, axis=1).reset_index()
+    rows["first"] = [_first_step(row) for row in rows.to_dict("records")]
+    first = by_peer(rows, "model", ["first"])["first"]
+    on = ours.date + ", " + ours.device.str.removeprefix("NVIDIA ").str.split().str[0]
+    columns = [step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, first.stock, first.gradfuse]
+    lines = pd.concat([*columns, ours.fired.map(_fired), on], axis=1).reset_index()
+    head = (
+        "model | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse | what fires | run"
+    )
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
-        "The peak is what a step allocates beyond the parameters.\n\n"
-    ) + markdown("model | stock | gradfuse | ratio | peak, GB: stock | gradfuse | what fires | date", lines.to_numpy())
+        "The peak is what a step allocates beyond the parameters. The first step is with empty caches / with full ones.\n\n"
+    ) + markdown(head, lines.to_numpy())
+
+
+def _first_step(row: dict[str, Any]) -> str:
+    seconds = [row.get("first_step_s"), row.get("warm_first_step_s")]
+    return " / ".join("–" if pd.isna(s) else f"{s:.0f}" for s in seconds) if not pd.isna(seconds[0]) else "–"
 
 
 def _fired(counts: dict[str, int]) -> str:

@@ -52,12 +52,14 @@ def run_session(device: str, world: int, names: list[str], folder: Path) -> None
         with open(folder / f"log.{rank}", "w") as log:
             arguments = [*command, "--rank", str(rank), *names]
             processes.append(subprocess.Popen(arguments, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-    until = time.time() + START + EACH * len(names)
+    begin, ended = time.time(), set()
     try:
-        for process in processes:
-            process.wait(timeout=max(until - time.time(), 1))
-    except subprocess.TimeoutExpired:
-        pass
+        while any(p.poll() is None for p in processes) and time.time() < begin + START + EACH * len(names):
+            time.sleep(0.2)
+            for name in set(names) - ended:
+                if all((folder / f"{name}.{rank}.json").exists() for rank in range(world)):
+                    ended.add(name)
+                    print(f"{name} ended after {time.time() - begin:.0f} s", flush=True)
     finally:
         for process in processes:
             if process.poll() is None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .program import Program
-from .runs import HALF, Run, compiled, eager, reference
+from .runs import HALF, Run, compiled, eager, forward_of_stock, reference
 
 SLACK = 1.2
 #: A program counts as wrong only over this many draws together. The rounding errors of two right ways to compute a number
@@ -224,6 +224,12 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
         compiled(program, device, mode, True, [DRAW])
     except Exception as stock_error:
         return Result("stock_crashes_too", f"{reason} (stock: {one_line(stock_error)})"[:300])
+    try:
+        forward_of_stock(program, device, mode)
+    except Exception as stock_error:
+        # A gradient of another form may change what the forward keeps for it, so that it is what stock has without gradients.
+        if one_line(stock_error) == reason:
+            return Result("stock_crashes_too", f"{reason} (stock, without gradients)")
     return Result("crash", reason)
 
 

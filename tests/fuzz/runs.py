@@ -177,6 +177,14 @@ def compiled(
         return runs
 
 
+def forward_of_stock(program: Program, device: str, mode: str) -> None:
+    """Compile and run the program by stock without gradients."""
+    torch._dynamo.reset()
+    replaced = references.compiled_replacements(device)
+    with _settings(mode, False), loaded(program, **replaced) as module, torch.no_grad():
+        torch.compile(module.program, fullgraph=True, dynamic=program.dynamic)(*draw_inputs(module, device, 0))
+
+
 def _spoil_free_memory(device: str) -> None:
     """Fill free memory of a GPU with NaN. What no kernel writes is then wrong in every run, with gradfuse and with stock."""
     if device == "cuda":

@@ -168,6 +168,17 @@ def test_a_crash_is_found():
     assert result.outcome == "crash" and "planted" in result.reason
 
 
+def test_a_crash_of_the_forward_of_stock_is_no_crash_of_gradfuse():
+    """As attentions:5100012: stock's forward is the one that fails if it need not keep an index for the backward."""
+
+    def broken(*args, **kwargs):
+        raise ValueError("planted")
+
+    planted = mock.patch.object(passes.scatters, "rewrite", broken)
+    with planted, mock.patch("tests.fuzz.judge.forward_of_stock", broken):
+        assert judge(KNOWN["indices"]).outcome == "stock_crashes_too"
+
+
 def test_an_invalid_program_is_discarded():
     source = KNOWN["indices"].source.replace("index_add(0,", "index_add(2,")
     assert judge(dataclasses.replace(KNOWN["indices"], source=source)).outcome == "discarded"

@@ -1,0 +1,29 @@
+"""A pytest plugin for machines with several GPUs: ``pytest -p tests.support.one_gpu -n 29``.
+
+Each worker of pytest-xdist sees one GPU. Tests marked ``full`` are last. If OUT is set, each outcome is written to
+``$OUT/outcomes.txt`` as it comes, so that a run that is cut off has results too.
+"""
+
+import os
+from pathlib import Path
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+
+if WORKER and len(GPUS) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = GPUS[int(WORKER.removeprefix("gw")) % len(GPUS)]
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the tests that matter most."""
+    items.sort(key=lambda item: item.get_closest_marker("full") is not None)
+
+
+def pytest_runtest_logreport(report):
+    """Write the outcome of a test, in the process that collects them."""
+    if WORKER or "OUT" not in os.environ or not (report.when == "call" or report.failed or report.skipped):
+        return
+    with (Path(os.environ["OUT"]) / "outcomes.txt").open("a") as file:
+        file.write(f"{report.outcome} {report.duration:.1f} {report.nodeid}\n")
+        if report.failed:
+            file.write(f"{str(report.longrepr)[-6000:]}\n")
