@@ -22,6 +22,23 @@ class NotMLSTM(Exception):
     """Code that looks like an mLSTM is not one. The text says which part does not fit."""
 
 
+@dataclass(frozen=True)
+class Gate:
+    """A gate: its tensor, and ``order``, the dims of that for batch, head and position, and then those of size one.
+
+    A Linear layer gives [B, S, N], whose order is (0, 2, 1).
+    """
+
+    tensor: Node
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes of the tensor in this order."""
+        sizes = shape_of(self.tensor)
+        return tuple(sizes[d] for d in self.order)
+
+
 @dataclass
 class Cell:
     """The operands of the op, and ``inside``, the nodes of the plain form that hold S x S numbers or one number per row."""
@@ -29,8 +46,8 @@ class Cell:
     query: Node
     key: Node
     value: Node
-    input_gate: Node
-    forget_gate: Node
+    input_gate: Gate
+    forget_gate: Gate
     scale: float
     eps: float
     inside: set[Node] = field(default_factory=set)
@@ -101,7 +118,7 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     return log_weights, row_max
 
 
-def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
+def _gates(log_weights: Node, inside: set[Node]) -> tuple[Gate, Gate]:
     """i and f in ``D_ts = F_t - F_s + i_s``, which is masked where s > t."""
     rank = len(shape_of(log_weights))
     masks = []
@@ -124,10 +141,14 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Node, Node]:
         raise NotMLSTM("the exponent is not masked by a causal mask that is built here")
     if len(decays) != 2 or len(rest) != 1 or decays[0].base is not decays[1].base:
         raise NotMLSTM(f"the exponent has {len(parts)} terms that are not F_t - F_s + i_s")
-    signs = {_direction(t): t.sign for t in decays}
+    along = {_direction(t): t for t in decays}
+    signs = {direction: t.sign for direction, t in along.items()}
     if signs != {"row": 1, "column": -1} or _direction(rest[0]) != "column" or rest[0].sign != 1:
         raise NotMLSTM("the terms of the exponent are not F_t - F_s + i_s")
-    return rest[0].base, _forget_gate(decays[0].base)
+    orders = [_order(along["row"], -2), _order(along["column"], -1)]
+    if orders[0] != orders[1]:
+        raise NotMLSTM("the two cumulative sums of the exponent are not of the same forget gates")
+    return Gate(rest[0].base, _order(rest[0], -1)), Gate(_forget_gate(along["row"]), orders[0])
 
 
 def _is_column(node: Node, matrix: Node) -> bool:
@@ -136,16 +157,20 @@ def _is_column(node: Node, matrix: Node) -> bool:
 
 
 def _direction(term: Term) -> str:
-    """Whether a term lies along the rows or the columns of the matrix: "row", "column" or "neither".
-
-    Its batch and head dims must be those of the matrix; otherwise this raises NotMLSTM.
-    """
+    """Whether a term lies along the rows or the columns of the matrix: "row", "column" or "neither"."""
     if any(term.starts):
         raise NotMLSTM("a gate's positions are shifted")
-    if any(d not in (None, at) for at, d in enumerate(term.dims[:-2])):
-        raise NotMLSTM("a gate's batch and head dims are not those of the scores")
     row, column = (d is not None for d in term.dims[-2:])
     return {(True, False): "row", (False, True): "column"}.get((row, column), "neither")
+
+
+def _order(term: Term, position: int) -> tuple[int, ...]:
+    """The dims of a term's base for batch, head and position (that dim of the matrix), and then those of size one."""
+    named = [d for d in (*term.dims[:-2], term.dims[position]) if d is not None]
+    rest = [d for d in range(len(shape_of(term.base))) if d not in named]
+    if len(set(named)) < len(named) or not all(is_one(shape_of(term.base)[d]) for d in rest):
+        raise NotMLSTM("a gate has dims that are not those of the scores")
+    return (*named, *rest)
 
 
 def _masked_sum(node: Node) -> Node | None:
@@ -203,12 +228,10 @@ def _compares_positions(node: Node, negated: bool) -> bool:
     return (op(node), *lies) in (dropped if negated else kept)
 
 
-def _forget_gate(decay: Node) -> Node:
-    """f in ``cumsum(logsigmoid(f))``, a sum over the positions."""
-    inner, dim = arg(decay, 0, "input"), arg(decay, 1, "dim")
-    sizes = shape_of(decay)
-    positions = len(sizes) - 2 if len(sizes) == 4 else len(sizes) - 1
-    if dim % len(sizes) != positions or (len(sizes) == 4 and not is_one(sizes[3])):
+def _forget_gate(decay: Term) -> Node:
+    """f in ``cumsum(logsigmoid(f))``, a sum over the positions, which are the rows of the matrix."""
+    inner, dim = arg(decay.base, 0, "input"), arg(decay.base, 1, "dim")
+    if dim % len(shape_of(decay.base)) != decay.dims[-2]:
         raise NotMLSTM("the cumulative sum is not taken over the positions")
     while op(inner) in ("float", "double", "to", "contiguous"):
         inner = inner.args[0]

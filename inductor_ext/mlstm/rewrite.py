@@ -6,6 +6,7 @@ another op uses an S x S tensor of the plain form, or the maximum or the normali
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..core.fx import shape_of, value_of, working_dtype
-from ..core.purity import changes_in_place
+from ..core.purity import changes_in_place, is_pure
 from ..core.report import leave_to_stock, record, user_line
 from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, view_of, whole
 from ..options import Options
@@ -70,8 +71,8 @@ def _check(product: Node, cell: Cell) -> None:
     if values[1].shape != values[0].shape or values[2].shape[:3] != values[0].shape[:3]:
         raise NotMLSTM("queries, keys and values are broadcast against each other")
     for gate in (cell.input_gate, cell.forget_gate):
-        if _gate_shape(gate) != tuple(values[0].shape[:3]):
-            raise NotMLSTM(f"a gate of shape {shape_of(gate)} is not [B, N, S]")
+        if _without_ones(gate.shape) != _without_ones(values[0].shape[:3]):
+            raise NotMLSTM(f"a gate of shape {shape_of(gate.tensor)} has not one number for each head and position")
     if not cell.scale > 0:
         raise NotMLSTM(f"the scale {cell.scale} is not positive")
     autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in nodes)
@@ -80,16 +81,13 @@ def _check(product: Node, cell: Cell) -> None:
 
 
 def _ignores_values(user: Node, node: Node) -> bool:
-    """Whether ``user`` reads only the shape of ``node``, or is an unused part of a result (the indices of ``max``)."""
-    return reads_shape(user, node) or (op(user) == "getitem" and not user.users)
+    """Whether ``user`` reads only the shape of ``node``, or nobody uses what it computes (the indices of ``max``)."""
+    unused = user.op in ("call_function", "call_method") and not user.users and is_pure(user)
+    return reads_shape(user, node) or unused
 
 
-def _gate_shape(gate: Node) -> tuple[Any, ...]:
-    sizes = shape_of(gate)
-    if len(sizes) == 4:
-        unit = next((d for d in (3, 2) if is_one(sizes[d])), None)
-        return sizes if unit is None else sizes[:unit] + sizes[unit + 1 :]
-    return sizes
+def _without_ones(sizes: Sequence[Any]) -> list[Any]:
+    return [size for size in sizes if not is_one(size)]
 
 
 # ---------------------------------------------------------------- graph surgery
@@ -112,8 +110,10 @@ class _Norm:
 def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
     norm = _headwise_norm(product)
     last = product if norm is None else norm.node
-    operands = (cell.query, cell.key, cell.value, cell.input_gate, cell.forget_gate)
+    gates = (cell.input_gate, cell.forget_gate)
+    operands = (cell.query, cell.key, cell.value, *(gate.tensor for gate in gates))
     keywords: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
+    keywords["orders"] = tuple(gate.order for gate in gates)
     if norm is not None:
         operands += (norm.weight, norm.bias)
         keywords |= {"norm_eps": norm.eps, "by_group": norm.by_group}
@@ -137,12 +137,18 @@ def fused_cell(
     norm: bool,
     eps: float,
     scale: float,
+    orders: tuple[tuple[int, ...], tuple[int, ...]],
     norm_eps: float = 0.0,
     by_group: bool = False,
 ) -> Tensor:
-    """The result of a recognised cell and its norm. weight and bias are those of the norm, for one head or for all heads."""
+    """The result of a recognised cell and its norm. weight and bias are those of the norm, for one head or for all heads.
+
+    orders: of the dims of the two gates (pattern.Gate).
+    """
     batch, heads, length, _ = query.shape
-    gates = (gate.reshape(batch, heads, length) for gate in (input_gate, forget_gate))
+    gates = (
+        x.permute(order).reshape(batch, heads, length) for x, order in zip((input_gate, forget_gate), orders, strict=True)
+    )
     affine = (_of_heads(x, heads, value.shape[-1]) for x in (weight, bias))
     norm_weight, norm_bias = affine
     norm_weight = None if norm_weight is None else norm_weight - 1

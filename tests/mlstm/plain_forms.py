@@ -70,6 +70,22 @@ def compared(query, key, value, input_gate, forget_gate, weight):
     return (hidden * (1 + weight.view(heads, 1, -1))).transpose(1, 2).flatten(2)
 
 
+def transposed(query, key, value, input_gate, forget_gate, weight):
+    """The gates are [B, S, N], as a Linear layer gives them, and are summed like that. Some results are not used."""
+    length = query.shape[2]
+    input_gate, forget_gate = (gate.transpose(1, 2) * 1.0 for gate in (input_gate, forget_gate))
+    decay = F.logsigmoid(forget_gate).cumsum(1).transpose(1, 2).unsqueeze(-1)
+    causal = torch.tril(torch.ones(length, length, dtype=torch.bool))
+    decays = torch.where(causal, decay - decay.transpose(-2, -1), -float("inf"))
+    log_weights = decays + input_gate.transpose(-1, -2).unsqueeze(-1).transpose(-2, -1)
+    row_max, _ = torch.max(log_weights, dim=-1, keepdim=True)
+    combined = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5 * torch.exp(log_weights - row_max)
+    normaliser = torch.maximum(combined.sum(dim=-1, keepdim=True).abs(), torch.exp(-row_max))
+    hidden = (combined / (normaliser + EPS)) @ value
+    _ = normaliser.squeeze(-1), row_max.squeeze(-1)
+    return by_groups(hidden, weight)
+
+
 def _in_place(log_weights, decay, input_gate):
     """An in-place op changes the exponents. No other op uses its result."""
     log_weights = log_weights.clone()
@@ -98,7 +114,7 @@ def _with(normaliser=None, mask=None, exponent=None, side=False):
     return form
 
 
-PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared}
+PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared, "transposed": transposed}
 NEAR_MISSES = {
     "normaliser_of_one": _with(normaliser=lambda c, m: torch.clamp(c.sum(-1, keepdim=True).abs(), min=1.0)),
     "normaliser_signed": _with(normaliser=lambda c, m: torch.maximum(c.sum(-1, keepdim=True), torch.exp(-m)) + EPS),
@@ -106,6 +122,9 @@ NEAR_MISSES = {
     "banded_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(-5)),
     "strict_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(-1) | torch.eye(n, dtype=torch.bool)),
     "gate_on_rows": _with(exponent=lambda d, decay, i: decay[..., :, None] - decay[..., None, :] + i[..., :, None]),
+    "gate_of_other_heads": _with(
+        exponent=lambda d, decay, i: decay[..., :, None] - decay.flip(1)[..., None, :] + i[..., None, :]
+    ),
     "gate_twice": _with(exponent=lambda d, decay, i: d + i[..., None, :]),
     "reversed_decay": _with(exponent=lambda d, decay, i: decay[..., None, :] - decay[..., :, None] + i[..., None, :]),
     "side_output": _with(side=True),

@@ -24,6 +24,7 @@ REASONS = {
     "banded_mask": "not the lower triangle",
     "strict_mask": "not the lower triangle",
     "gate_on_rows": "not F_t - F_s + i_s",
+    "gate_of_other_heads": "not F_t - F_s + i_s",
     "gate_twice": "4 terms",
     "reversed_decay": "not F_t - F_s + i_s",
     "side_output": "also used by mean",
