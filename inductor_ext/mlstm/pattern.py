@@ -12,10 +12,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ..core.fx import shape_of, value_of
 from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
+from ..torch_api.graph import buffer_value
 
 
 class NotMLSTM(Exception):
@@ -39,9 +41,20 @@ class Gate:
         return tuple(sizes[d] for d in self.order)
 
 
+@dataclass(frozen=True)
+class Mask:
+    """A buffer of a module that is a causal mask now. negated: whether it is True where s > t, and not where s <= t."""
+
+    buffer: Node
+    negated: bool
+
+
 @dataclass
 class Cell:
-    """The operands of the op, and ``inside``, the nodes of the plain form that hold S x S numbers or one number per row."""
+    """The operands of the op, and ``inside``, the nodes of the plain form that hold S x S numbers or one number per row.
+
+    masks: what must still be a causal mask whenever the cell runs.
+    """
 
     query: Node
     key: Node
@@ -51,6 +64,7 @@ class Cell:
     scale: float
     eps: float
     inside: set[Node] = field(default_factory=set)
+    masks: tuple[Mask, ...] = ()
 
 
 def find(product: Node) -> Cell | None:
@@ -69,10 +83,11 @@ def find(product: Node) -> Cell | None:
     log_weights, row_max = _stabilised(weights.args[0], inside)
     if log_weights is None:
         return None
-    input_gate, forget_gate = _gates(log_weights, inside)
+    masks: list[Mask] = []
+    input_gate, forget_gate = _gates(log_weights, inside, masks)
     eps = _normaliser(normaliser, combined, row_max, inside)
     query, key, scale = _scores(scores, inside)
-    return Cell(query, key, value, input_gate, forget_gate, scale, eps, inside)
+    return Cell(query, key, value, input_gate, forget_gate, scale, eps, inside, tuple(masks))
 
 
 def _uncast(node: Any, inside: set[Node]) -> Any:
@@ -118,18 +133,18 @@ def _stabilised(difference: Node, inside: set[Node]) -> tuple[Any, Any]:
     return log_weights, row_max
 
 
-def _gates(log_weights: Node, inside: set[Node]) -> tuple[Gate, Gate]:
-    """i and f in ``D_ts = F_t - F_s + i_s``, which is masked where s > t."""
+def _gates(log_weights: Node, inside: set[Node], masks: list[Mask]) -> tuple[Gate, Gate]:
+    """i and f in ``D_ts = F_t - F_s + i_s``, which is masked where s > t. Adds the buffers that mask it to ``masks``."""
     rank = len(shape_of(log_weights))
-    masks = []
+    masked = []
 
     def visit(node: Node) -> list[Term] | None:
         if len(shape_of(node)) == rank and not any(is_one(size) for size in shape_of(node)[-2:]):
             inside.add(node)
-        kept = _masked_sum(node)
+        kept = _masked_sum(node, masks)
         if kept is None:
             return None
-        masks.append(node)
+        masked.append(node)
         return terms(kept, visit)
 
     parts = terms(log_weights, visit)
@@ -137,8 +152,8 @@ def _gates(log_weights: Node, inside: set[Node]) -> tuple[Gate, Gate]:
     rest = [t for t in parts if t not in decays]
     if not decays:
         raise NotMLSTM("there is no cumulative sum of the forget gates in the exponent")
-    if not masks:
-        raise NotMLSTM("the exponent is not masked by a causal mask that is built here")
+    if not masked:
+        raise NotMLSTM("the exponent is not masked by a causal mask")
     if len(decays) != 2 or len(rest) != 1 or decays[0].base is not decays[1].base:
         raise NotMLSTM(f"the exponent has {len(parts)} terms that are not F_t - F_s + i_s")
     along = {_direction(t): t for t in decays}
@@ -173,7 +188,7 @@ def _order(term: Term, position: int) -> tuple[int, ...]:
     return (*named, *rest)
 
 
-def _masked_sum(node: Node) -> Node | None:
+def _masked_sum(node: Node, masks: list[Mask]) -> Node | None:
     """The tensor that ``node`` contains where s <= t, if ``node`` is -inf elsewhere; None if ``node`` is not masked."""
     if op(node) == "where" and is_tensor(node.args[1]) and _is_minus_infinity(node.args[2]):
         condition, kept, negated = node.args[0], node.args[1], False
@@ -181,8 +196,8 @@ def _masked_sum(node: Node) -> Node | None:
         kept, condition, negated = *node.args[:2], True
     else:
         return None
-    if not _is_causal(condition, negated):
-        raise NotMLSTM("the mask of the exponent is not the lower triangle, or is not built here")
+    if not _is_causal(condition, negated, masks):
+        raise NotMLSTM("the mask of the exponent is not the lower triangle, or is neither built here nor a module's buffer")
     return kept
 
 
@@ -194,8 +209,8 @@ def _is_minus_infinity(x: Any) -> bool:
     return op(x) == "neg" and isinstance(x.args[0], (int, float)) and x.args[0] == math.inf
 
 
-def _is_causal(condition: Any, negated: bool) -> bool:
-    """Whether ``condition`` (or its negation) is true exactly where s <= t."""
+def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
+    """Whether ``condition`` (or its negation) is true exactly where s <= t. A buffer of which that is true goes to masks."""
     if not is_tensor(condition):
         return False
     view = view_of(condition)
@@ -203,9 +218,12 @@ def _is_causal(condition: Any, negated: bool) -> bool:
     if view.dims[-2:] not in ((0, 1), (len(shape_of(node)) - 2, len(shape_of(node)) - 1)) or any(view.starts):
         return False
     if op(node) == "not":
-        return _is_causal(node.args[0], not negated)
+        return _is_causal(node.args[0], not negated, masks)
     if op(node) in ("bool", "to", "type"):
-        return _is_causal(node.args[0], negated)
+        return _is_causal(node.args[0], negated, masks)
+    if (held := buffer_value(node)) is not None and held.dtype is torch.bool and held.dim() >= 2:
+        masks.append(Mask(node, negated))
+        return held.shape[-1] == held.shape[-2] and torch.equal(held, causal(held, negated))
     if any(is_one(size) for size in shape_of(node)[-2:]) and op(node) in ("tril", "triu"):
         return False
     if op(node) in ("tril", "triu"):
@@ -213,6 +231,12 @@ def _is_causal(condition: Any, negated: bool) -> bool:
         ones = op(node.args[0]) in ("ones", "ones_like", "new_ones")
         return ones and ((op(node), diagonal) == ("triu", 1) if negated else (op(node), diagonal) == ("tril", 0))
     return rank >= 2 and _compares_positions(node, negated)
+
+
+def causal(like: torch.Tensor, negated: bool) -> torch.Tensor:
+    """The causal mask with the shape of ``like`` [..., S, S]: True where s <= t, or where s > t if it is negated."""
+    ones = torch.ones_like(like)
+    return ones.triu(1) if negated else ones.tril()
 
 
 def _compares_positions(node: Node, negated: bool) -> bool:

@@ -20,10 +20,14 @@ from ..core.report import leave_to_stock, record, user_line
 from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, view_of, whole
 from ..options import Options
 from .op import mlstm_op
-from .pattern import Cell, NotMLSTM, find
+from .pattern import Cell, NotMLSTM, causal, find
 
 NAME = "mlstm_pattern"
 _AUTOCAST = "_enter_autocast"
+_CHANGED = (
+    "A buffer that was the causal mask of an mLSTM when gradfuse compiled it is no causal mask any more. Compile such a"
+    ' model with options={"disable": ["mlstm_pattern"]}.'
+)
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:
@@ -114,6 +118,7 @@ def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
     operands = (cell.query, cell.key, cell.value, *(gate.tensor for gate in gates))
     keywords: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
     keywords["orders"] = tuple(gate.order for gate in gates)
+    keywords["masks"] = tuple((mask.buffer, mask.negated) for mask in cell.masks)
     if norm is not None:
         operands += (norm.weight, norm.bias)
         keywords |= {"norm_eps": norm.eps, "by_group": norm.by_group}
@@ -138,13 +143,17 @@ def fused_cell(
     eps: float,
     scale: float,
     orders: tuple[tuple[int, ...], tuple[int, ...]],
+    masks: tuple[tuple[Tensor, bool], ...],
     norm_eps: float = 0.0,
     by_group: bool = False,
 ) -> Tensor:
     """The result of a recognised cell and its norm. weight and bias are those of the norm, for one head or for all heads.
 
-    orders: of the dims of the two gates (pattern.Gate).
+    orders: of the dims of the two gates (pattern.Gate). masks: buffers that were causal masks when this was compiled, and
+    whether they are negated. Raises an error, on a GPU by a device-side assertion, if one of them is none any more.
     """
+    for mask, negated in masks:
+        torch._assert_async((mask == causal(mask, negated)).all(), _CHANGED)
     batch, heads, length, _ = query.shape
     gates = (
         x.permute(order).reshape(batch, heads, length) for x, order in zip((input_gate, forget_gate), orders, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch._guards import detect_fake_mode
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_with_rng_state
-from torch.fx import Graph
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
+    "buffer_value",
     "is_torch",
     "is_wrapper",
     "pytree",
@@ -38,6 +41,18 @@ def is_torch(function: Any) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for others: a DTensor or other wrapper subclass, or one in a torch.func transform."""
     return is_traceable_wrapper_subclass(tensor) or is_functorch_wrapped_tensor(tensor)
+
+
+def buffer_value(node: Node) -> torch.Tensor | None:
+    """Return the tensor that an input of Dynamo's graph is now, if it is a buffer of a module; None for other nodes."""
+    argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", "")
+    if not re.search(r"\._buffers\['\w+'\]$", name() if callable(name) else name):
+        return None
+    value = argument.example
+    known = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not is_wrapper(value)
+    return value if known else None
 
 
 def set_missing_values(graph: Graph) -> None:

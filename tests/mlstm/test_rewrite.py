@@ -70,6 +70,51 @@ def test_near_misses_are_left_alone(name):
     assert errors[0] < 1e-5
 
 
+class Masked(torch.nn.Module):
+    """A cell whose mask is a buffer, as that of xlstm's own cell is for sequences as long as its context."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, *inputs):
+        return plain_forms._with(mask=lambda length: self.mask)(*inputs)
+
+
+def test_a_buffer_may_be_the_mask():
+    cell = Masked(torch.ones(33, 33, dtype=torch.bool).tril())
+    found, errors = decisions(cell, operands())
+    assert [d.path for d in found] == ["gradfuse::mlstm"]
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_that_is_changed_later_is_an_error(training):
+    """The compiled code is for a causal mask, and never uses another one silently."""
+    cell, inputs = Masked(torch.ones(33, 33, dtype=torch.bool).tril()), operands()
+    with eager_graphs(), torch.set_grad_enabled(training):
+        run = torch.compile(cell, backend="gradfuse", fullgraph=True)
+        assert relative_error(run(*inputs), cell(*inputs)) < 1e-5
+        cell.mask[5, 6] = True
+        with pytest.raises(RuntimeError, match="no causal mask any more"):
+            run(*inputs)
+
+
+def test_other_masks_keep_the_plain_form():
+    """A buffer with another value, and a causal mask that is an argument, whose value may be another one in the next call."""
+    lower = torch.ones(33, 33, dtype=torch.bool).tril()
+    found, errors = decisions(Masked(lower.triu(-5)), operands())
+    assert [d.path for d in found] == [STOCK] and "not the lower triangle" in found[0].why and errors[0] < 1e-5
+
+    def with_argument(*inputs):
+        return plain_forms._with(mask=lambda length: inputs[-1])(*inputs[:-1])
+
+    torch._dynamo.reset()
+    with eager_graphs(), collect() as report:
+        torch.compile(with_argument, backend="gradfuse", fullgraph=True)(*operands(), lower)
+    assert [d.path for d in report.decisions if d.pass_name == "mlstm_pattern"] == [STOCK]
+
+
 def test_a_returned_matrix_keeps_the_plain_form():
     def form(query, key, value, input_gate, forget_gate, weight):
         kept = {}
