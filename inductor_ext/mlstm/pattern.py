@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from ..core.fx import shape_of, value_of
 from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
+from ..torch_api.config import asserts_in_kernels
 from ..torch_api.graph import buffer_value
 
 
@@ -221,9 +222,9 @@ def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
         return _is_causal(node.args[0], not negated, masks)
     if op(node) in ("bool", "to", "type"):
         return _is_causal(node.args[0], negated, masks)
-    if (held := buffer_value(node)) is not None and held.dtype is torch.bool and held.dim() >= 2:
+    if (held := buffer_value(node)) is not None:
         masks.append(Mask(node, negated))
-        return held.shape[-1] == held.shape[-2] and torch.equal(held, causal(held, negated))
+        return asserts_in_kernels() and _holds_causal_mask(held, negated)
     if any(is_one(size) for size in shape_of(node)[-2:]) and op(node) in ("tril", "triu"):
         return False
     if op(node) in ("tril", "triu"):
@@ -231,6 +232,11 @@ def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
         ones = op(node.args[0]) in ("ones", "ones_like", "new_ones")
         return ones and ((op(node), diagonal) == ("triu", 1) if negated else (op(node), diagonal) == ("tril", 0))
     return rank >= 2 and _compares_positions(node, negated)
+
+
+def _holds_causal_mask(held: torch.Tensor, negated: bool) -> bool:
+    square = held.dim() >= 2 and held.shape[-1] == held.shape[-2]
+    return square and held.dtype is torch.bool and torch.equal(held, causal(held, negated))
 
 
 def causal(like: torch.Tensor, negated: bool) -> torch.Tensor:

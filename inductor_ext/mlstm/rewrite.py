@@ -24,9 +24,10 @@ from .pattern import Cell, NotMLSTM, causal, find
 
 NAME = "mlstm_pattern"
 _AUTOCAST = "_enter_autocast"
+#: Inductor writes this into C++ and Triton between quotes of both kinds, and escapes none.
 _CHANGED = (
     "A buffer that was the causal mask of an mLSTM when gradfuse compiled it is no causal mask any more. Compile such a"
-    ' model with options={"disable": ["mlstm_pattern"]}.'
+    " model with mlstm_pattern in the option disable."
 )
 
 

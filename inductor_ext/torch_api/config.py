@@ -35,6 +35,11 @@ def reset_cudagraphs() -> None:
         reset_cudagraph_trees()
 
 
+def asserts_in_kernels() -> bool:
+    """Return whether the kernels that Inductor makes for a GPU assert what they are told to."""
+    return inductor_config.assert_indirect_indexing and torch.version.hip is None
+
+
 def custom_passes(value: Any) -> list[Any]:
     """Return the value of a custom-pass option (None, one pass or, from torch 2.13, several passes) as a list."""
     if value is None:
