@@ -151,7 +151,11 @@ def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node:
     if name in ("contiguous", "clone") or (name in ("float", "double", "to") and _widens(node)):
         return terms(node.args[0], opaque)
     if name == "cat" and (behind := _behind_zeros(node)) is not None:
-        return [_shift(t, behind[1]) for t in terms(behind[0], opaque)]
+        moved = terms(behind[0], opaque)
+        # Behind zeros the first row is zero. That it was sliced off before does not give it back.
+        if all(t.starts[behind[1]] <= 0 for t in moved):
+            return [_shift(t, behind[1]) for t in moved]
+        return [whole(node)]
     if name in _VIEWS and is_tensor(node.args[0]):
         try:
             return [_VIEWS[name](node, t) for t in terms(node.args[0], opaque)]

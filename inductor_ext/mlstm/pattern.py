@@ -92,7 +92,11 @@ def find(product: Node) -> Cell | None:
 
 
 def _uncast(node: Any, inside: set[Node]) -> Any:
-    while op(node) in ("to", "type", "type_as", "float", "bfloat16", "half") and is_tensor(node.args[0]):
+    while (
+        op(node) in ("to", "type", "type_as", "float", "bfloat16", "half")
+        and is_tensor(node.args[0])
+        and value_of(node).is_floating_point()
+    ):
         inside.add(node)
         node = node.args[0]
     return node
@@ -146,9 +150,14 @@ def _gates(log_weights: Node, inside: set[Node], masks: list[Mask]) -> tuple[Gat
         if kept is None:
             return None
         masked.append(node)
-        return terms(kept, visit)
+        # The mask is a term too, so that it is known whether it is moved after it was applied.
+        return [*terms(kept, visit), whole(node)]
 
-    parts = terms(log_weights, visit)
+    found = terms(log_weights, visit)
+    for term in found:
+        if term.base in masked and (term.dims[-2:] != whole(term.base).dims[-2:] or any(term.starts) or term.sign != 1):
+            raise NotMLSTM("the mask of the exponent is moved after it was applied")
+    parts = [term for term in found if term.base not in masked]
     decays = [t for t in parts if op(t.base) == "cumsum"]
     rest = [t for t in parts if t not in decays]
     if not decays:
@@ -216,9 +225,10 @@ def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
         return False
     view = view_of(condition)
     node, rank = view.base, len(shape_of(condition))
-    if view.dims[-2:] not in ((0, 1), (len(shape_of(node)) - 2, len(shape_of(node)) - 1)) or any(view.starts):
+    last = len(shape_of(node)) - 1
+    if view.dims[-2:] != (last - 1, last) or any(d is not None for d in view.dims[:-2]) or any(view.starts):
         return False
-    if op(node) == "not":
+    if op(node) == "not" and value_of(node).dtype is torch.bool:
         return _is_causal(node.args[0], not negated, masks)
     if op(node) in ("bool", "to", "type"):
         return _is_causal(node.args[0], negated, masks)
@@ -249,7 +259,7 @@ def _compares_positions(node: Node, negated: bool) -> bool:
     if op(node) not in ("ge", "le", "gt", "lt") or not all(is_tensor(a) for a in node.args):
         return False
     views = [view_of(a) for a in node.args]
-    if any(op(v.base) != "arange" or any(v.starts) or len(v.base.args) != 1 for v in views):
+    if any(op(v.base) != "arange" or any(v.starts) or not _counts_from_zero(v.base) for v in views):
         return False
     rank = len(shape_of(node))
     lies = ["row" if len(v.dims) == rank and v.dims[-2] is not None else "column" for v in views]
@@ -258,12 +268,18 @@ def _compares_positions(node: Node, negated: bool) -> bool:
     return (op(node), *lies) in (dropped if negated else kept)
 
 
+def _counts_from_zero(arange: Node) -> bool:
+    return len(arange.args) == 1 and not {"start", "end", "step"} & set(arange.kwargs)
+
+
 def _forget_gate(decay: Term) -> Node:
     """f in ``cumsum(logsigmoid(f))``, a sum over the positions, which are the rows of the matrix."""
     inner, dim = arg(decay.base, 0, "input"), arg(decay.base, 1, "dim")
     if dim % len(shape_of(decay.base)) != decay.dims[-2]:
         raise NotMLSTM("the cumulative sum is not taken over the positions")
-    while op(inner) in ("float", "double", "to", "contiguous"):
+    if not value_of(decay.base).is_floating_point():
+        raise NotMLSTM("the cumulative sum is of integers")
+    while op(inner) in ("float", "double", "to", "contiguous") and value_of(inner).is_floating_point():
         inner = inner.args[0]
     if op(inner) != "logsigmoid":
         raise NotMLSTM("the cumulative sum is not over logsigmoid of the forget gate")

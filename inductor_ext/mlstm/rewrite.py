@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..core.fx import shape_of, value_of, working_dtype
-from ..core.purity import changes_in_place, is_pure
+from ..core.purity import changes_in_place, sets_gradient_mode
 from ..core.report import leave_to_stock, record, user_line
-from ..core.terms import arg, is_one, is_tensor, number, op, reads_shape, view_of, whole
+from ..core.terms import arg, calls_torch, is_one, is_tensor, number, op, reads_shape, view_of, whole
+from ..core.writes import VIEWS, Writes
 from ..options import Options
+from ..torch_api.graph import assert_async
 from .op import mlstm_op
 from .pattern import Cell, NotMLSTM, causal, find
 
@@ -44,11 +46,16 @@ def rewrite(gm: GraphModule, options: Options) -> None:
             cell = find(node)
             if cell is None:
                 continue
+            norm = _headwise_norm(node) if len(shape_of(node)) == 4 else None
             _check(node, cell)
+            _check_effects(cell, node if norm is None else norm.node)
+        except (IndexError, TypeError):
+            # An operand is passed by a keyword that the pattern does not read.
+            continue
         except NotMLSTM as error:
             leave_to_stock(options.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.mlstm.")
             continue
-        note = _replace(gm, node, cell)
+        note = _replace(gm, node, cell, norm)
         record(NAME, "mlstm", "gradfuse::mlstm", note, user_line(node))
         changed = True
     if changed:
@@ -75,6 +82,8 @@ def _check(product: Node, cell: Cell) -> None:
         raise NotMLSTM("queries, keys, values and the result differ in dtype")
     if values[1].shape != values[0].shape or values[2].shape[:3] != values[0].shape[:3]:
         raise NotMLSTM("queries, keys and values are broadcast against each other")
+    if tuple(value_of(product).shape) != (*values[0].shape[:3], values[2].shape[3]):
+        raise NotMLSTM("queries, keys and values are broadcast against the gates")
     for gate in (cell.input_gate, cell.forget_gate):
         if _without_ones(gate.shape) != _without_ones(values[0].shape[:3]):
             raise NotMLSTM(f"a gate of shape {shape_of(gate.tensor)} has not one number for each head and position")
@@ -85,10 +94,33 @@ def _check(product: Node, cell: Cell) -> None:
         raise NotMLSTM("it may run under autocast, which decides the dtype of each product")
 
 
+def _check_effects(cell: Cell, last: Node) -> None:
+    """Raise NotMLSTM if an effect stands between the parts of the cell, all of which the op computes at its last node."""
+    writes, parts = Writes(last.graph), _parts(cell, last)
+    if any(writes.between(node, last) for node in parts):
+        raise NotMLSTM("a tensor is changed in place between its parts")
+    first = min(node for node in parts if node.op != "placeholder")
+    if any(sets_gradient_mode(node) and first < node < last for node in last.graph.nodes):
+        raise NotMLSTM("a region without gradients begins or ends between its parts")
+    if not all(calls_torch(node) for node in parts if node.op == "call_function" and is_tensor(node)):
+        raise NotMLSTM("it calls a function that is not of torch")
+
+
+def _parts(cell: Cell, last: Node) -> set[Node]:
+    """The nodes from the operands of a cell, which are among them, to its last node."""
+    operands = {cell.query, cell.key, cell.value, cell.input_gate.tensor, cell.forget_gate.tensor}
+    found, pending = set(operands), [last]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def _ignores_values(user: Node, node: Node) -> bool:
-    """Whether ``user`` reads only the shape of ``node``, or nobody uses what it computes (the indices of ``max``)."""
-    unused = user.op in ("call_function", "call_method") and not user.users and is_pure(user)
-    return reads_shape(user, node) or unused
+    """Whether ``user`` reads only the shape of ``node``, or is a view that nobody uses (the indices of ``max``)."""
+    return reads_shape(user, node) or (op(user) in VIEWS - {"dropout"} and not user.users)
 
 
 def _without_ones(sizes: Sequence[Any]) -> list[Any]:
@@ -112,8 +144,7 @@ class _Norm:
     eps: float
 
 
-def _replace(gm: GraphModule, product: Node, cell: Cell) -> str:
-    norm = _headwise_norm(product)
+def _replace(gm: GraphModule, product: Node, cell: Cell, norm: _Norm | None) -> str:
     last = product if norm is None else norm.node
     gates = (cell.input_gate, cell.forget_gate)
     operands = (cell.query, cell.key, cell.value, *(gate.tensor for gate in gates))
@@ -154,7 +185,7 @@ def fused_cell(
     whether they are negated. Raises an error, on a GPU by a device-side assertion, if one of them is none any more.
     """
     for mask, negated in masks:
-        torch._assert_async((mask == causal(mask, negated)).all(), _CHANGED)
+        assert_async((mask == causal(mask, negated)).all(), _CHANGED)
     batch, heads, length, _ = query.shape
     gates = (
         x.permute(order).reshape(batch, heads, length) for x, order in zip((input_gate, forget_gate), orders, strict=True)

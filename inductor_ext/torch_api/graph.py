@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
+    "assert_async",
     "buffer_value",
     "is_torch",
     "is_wrapper",
@@ -41,6 +42,11 @@ def is_torch(function: Any) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for others: a DTensor or other wrapper subclass, or one in a torch.func transform."""
     return is_traceable_wrapper_subclass(tensor) or is_functorch_wrapped_tensor(tensor)
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Raise an error if a bool tensor of one element is False: at once on a CPU, by a device-side assertion on a GPU."""
+    torch._assert_async(condition, message)
 
 
 def buffer_value(node: Node) -> torch.Tensor | None:

@@ -57,7 +57,7 @@ def _of(module: str, used_by: str, *attributes: str) -> list[PrivateName]:
 NAMES: tuple[PrivateName, ...] = (
     *_of("torch", "config", "_TorchCompileInductorWrapper"),
     *_of("torch", "frontend", "_C.DispatchKey.Autograd"),
-    *_of("torch", "graph", "UntypedStorage._cdata"),
+    *_of("torch", "graph", "UntypedStorage._cdata", "_assert_async"),
     *_of("torch._C._functorch", "graph", "get_unwrapped", "is_functorch_wrapped_tensor"),
     *_of("torch._dispatch.python", "tracing", "enable_python_dispatcher"),
     *_of("torch._dynamo", "frontend", "eval_frame", "register_backend"),
@@ -121,7 +121,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._inductor.virtualized", "lowering", "ops"),
     *_of("torch._logging._internal", "tracing", "trace_log", "trace_structured"),
     *_of("torch._ops", "graph", "HigherOrderOperator", "OpOverload"),
-    *_of("torch._subclasses.fake_tensor", "frontend", "FakeTensor"),
+    *_of("torch._subclasses.fake_tensor", "frontend, graph", "FakeTensor"),
     *_of("torch.compiler", "tracing", "_is_compiling_flag"),
     *_of("torch.fx.experimental.proxy_tensor", "tracing", "get_proxy_mode", "make_fx"),
     *_of("torch.fx.experimental.symbolic_shapes", "sizes", "guard_or_false", "statically_known_true"),

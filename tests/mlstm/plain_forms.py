@@ -93,7 +93,7 @@ def _in_place(log_weights, decay, input_gate):
     return log_weights
 
 
-def _with(normaliser=None, mask=None, exponent=None, side=False):
+def _with(normaliser=None, mask=None, exponent=None, side=False, norm=True):
     def form(query, key, value, input_gate, forget_gate, weight):
         length = query.shape[2]
         decay = F.logsigmoid(forget_gate).cumsum(-1)
@@ -108,10 +108,61 @@ def _with(normaliser=None, mask=None, exponent=None, side=False):
             scale = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
         else:
             scale = normaliser(combined, row_max)
-        out = by_layer(combined @ value / scale, weight)
+        hidden = combined @ value / scale
+        out = by_layer(hidden, weight) if norm else hidden
         return out + combined.mean() if side else out
 
     return form
+
+
+def _written_mask(length):
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    causal[2, 5] = True
+    return causal
+
+
+def _halved_in_place(log_weights, decay, input_gate):
+    decay.mul_(0.5)
+    return decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
+
+
+def _behind_zeros(log_weights, decay, input_gate):
+    """The first gate is sliced off and a zero put in its place."""
+    first = torch.zeros_like(input_gate[..., :1])
+    shifted = torch.cat([first, input_gate[..., 1:]], -1)
+    return decay[..., :, None] - decay[..., None, :] + shifted[..., None, :]
+
+
+def _without_gradient(log_weights, decay, input_gate):
+    with torch.no_grad():
+        log_weights = decay[..., :, None] - decay[..., None, :]
+    return log_weights + input_gate[..., None, :]
+
+
+def anti_causal(query, key, value, input_gate, forget_gate, weight):
+    """The exponents are transposed after the mask was applied."""
+    length = query.shape[2]
+    decay = F.logsigmoid(forget_gate).cumsum(-1)
+    other = decay[..., None, :] - decay[..., :, None] + input_gate[..., :, None]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    log_weights = torch.where(causal, other, -math.inf).transpose(-2, -1)
+    row_max = log_weights.amax(-1, keepdim=True)
+    combined = query @ key.mT * query.shape[-1] ** -0.5 * torch.exp(log_weights - row_max)
+    normaliser = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
+    return by_layer(combined @ value / normaliser, weight)
+
+
+def relu_at_a_position(query, key, value, input_gate, forget_gate, weight):
+    """Nobody uses the result of an op that writes to its operand, as its third argument says."""
+    length = query.shape[2]
+    decay = F.logsigmoid(forget_gate).cumsum(-1)
+    log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
+    log_weights = log_weights.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
+    row_max = log_weights.amax(-1, keepdim=True)
+    combined = query @ key.mT * query.shape[-1] ** -0.5 * torch.exp(log_weights - row_max)
+    F.leaky_relu(combined, 0.1, True)
+    scale = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
+    return by_layer(combined @ value / scale, weight)
 
 
 PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared, "transposed": transposed}
@@ -122,6 +173,19 @@ NEAR_MISSES = {
     "banded_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(-5)),
     "strict_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(-1) | torch.eye(n, dtype=torch.bool)),
     "gate_on_rows": _with(exponent=lambda d, decay, i: decay[..., :, None] - decay[..., None, :] + i[..., :, None]),
+    "anti_causal": anti_causal,
+    "relu_at_a_position": relu_at_a_position,
+    "written_mask": _with(mask=_written_mask),
+    "mask_of_three_dims": _with(mask=lambda n: torch.ones(3, n, n, dtype=torch.bool).tril()),
+    "range_with_an_end": _with(mask=lambda n: torch.arange(3, end=n + 3)[:, None] >= torch.arange(n)),
+    "flipped_bits": _with(mask=lambda n: (~torch.ones(n, n).triu(1).to(torch.int32)).bool()),
+    "halved_in_place": _with(exponent=_halved_in_place),
+    "without_gradient": _with(exponent=_without_gradient),
+    "integer_sums": _with(
+        exponent=lambda d, decay, i: (
+            (c := (10 * decay).to(torch.int32).cumsum(-1))[..., :, None] - c[..., None, :] + i[..., None, :]
+        )
+    ),
     "gate_of_other_heads": _with(
         exponent=lambda d, decay, i: decay[..., :, None] - decay.flip(1)[..., None, :] + i[..., None, :]
     ),

@@ -20,6 +20,7 @@ from ...core.fx import HALF, dtype_of, fake_tensor, requires_grad, shape_of
 from ...core.purity import is_pure
 from ...core.report import user_line
 from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
+from ...core.writes import Writes
 from ...torch_api.sizes import size_hint
 from ..footprints import is_pointwise
 from ..functional import out_of_place
@@ -29,7 +30,6 @@ from .constants import folded
 from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
 from .indices import Ranges
 from .products import Product, product_of
-from .writes import Writes
 
 #: An element of more operations than this within each other is read as it is, because all of them are followed recursively.
 _DEEPEST = 100

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from ...core.fx import cone, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of
 from ...core.terms import CASTS, arg, calls_torch, is_one, is_tensor, op, reads_shape
+from ...core.writes import Writes
 from ...torch_api.sizes import statically_known_true
 from ..kinds import K, Q
 from . import views
@@ -26,7 +27,6 @@ from .indices import ZERO, B, H, Ranges
 from .lifting import Lift, NotAttention, drops_nothing, line_of
 from .products import Operand, Product, equation, node_operands
 from .sinks import Logits, logits
-from .writes import Writes
 
 #: Stands for the channel in an index of the queries, keys or values. It is no position of a score.
 WIDTH = sympy.Symbol("d", integer=True)

@@ -19,6 +19,7 @@ from ...core.fx import called, dtype_of, fake_tensor, requires_grad, shape_of, v
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import op, reads_shape
+from ...core.writes import Writes
 from ...options import Options
 from ...torch_api.config import uses_eager_random_numbers
 from ...torch_api.graph import is_wrapper, storage_of
@@ -38,7 +39,6 @@ from .pattern import WIDTH, Attention, dtypes, find, learned_terms
 from .rows import largest
 from .sinks import shared
 from .skipping import skipped_blocks
-from .writes import Writes
 
 NAME = "attention_pattern"
 #: Shorter sequences, and narrower heads, would leave most of a kernel's tiles empty.

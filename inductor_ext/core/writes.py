@@ -6,12 +6,11 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from ...core.fx import called, fake_tensor
-from ...core.purity import changes_in_place, without_gradient, written_operands
-from ...core.terms import CASTS, op
-from ...torch_api.graph import OpOverload, storage_of
-from ...torch_api.higher_order import is_kernel_that_writes
-from .views import VIEWS
+from ..torch_api.graph import OpOverload, storage_of
+from ..torch_api.higher_order import is_kernel_that_writes
+from .fx import called, fake_tensor
+from .purity import changes_in_place, without_gradient, written_operands
+from .terms import CASTS, op
 
 
 class Writes:
@@ -52,9 +51,13 @@ class Writes:
         return [] if value is None else self._at.get(storage_of(value), [])
 
 
-#: Ops that return their operand or a view of it.
-_MORE_VIEWS = "detach alias dropout pad diagonal unbind split chunk unfold real movedim ravel view_as_real positive"
-_SHARE = {*VIEWS, *CASTS, *_MORE_VIEWS.split()}
+#: Ops that return their operand or a view of it, and write to neither.
+_NAMES = """
+contiguous clone view_as reshape_as view flatten unflatten unsqueeze squeeze permute transpose t .mT .T expand expand_as
+broadcast_to repeat repeat_interleave select narrow getitem detach alias dropout pad diagonal unbind split chunk unfold real
+movedim ravel view_as_real positive
+"""
+VIEWS = set(_NAMES.split())
 
 
 def _written(node: Node) -> list[Node]:
@@ -71,4 +74,4 @@ def _written(node: Node) -> list[Node]:
         return list(node.all_input_nodes)
     value, first = fake_tensor(node), node.args[0] if node.args else None
     shares = value is not None and fake_tensor(first) is not None and storage_of(value) == storage_of(fake_tensor(first))
-    return [first] if shares and op(node) not in _SHARE else []
+    return [first] if shares and op(node) not in VIEWS | CASTS else []
