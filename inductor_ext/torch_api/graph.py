@@ -29,7 +29,7 @@ __all__ = [
     "stable_topological_sort",
     "storage_of",
 ]
-_HOMES = ("_operator", "torch._C._nn")
+_HOMES = ("_operator", "torch._C._nn", "torch._ops.aten", "torch._ops.prims")
 _NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.special)
 
 
