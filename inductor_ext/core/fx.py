@@ -6,7 +6,7 @@ it in ``meta["val"]``. No node has both, so the same functions serve both kinds 
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from typing import Any
 
 import torch
@@ -109,15 +109,20 @@ def full_index(entries: Sequence[Any], rank: int) -> list[Any]:
     return [*entries[:at], *[slice(None)] * missing, *entries[at + 1 :]]
 
 
-def cone(*nodes: Node) -> KeysView[Node]:
-    """The nodes themselves and all nodes from which they are computed, each once, in a fixed order."""
+def cone(*nodes: Node, until: Iterable[Node] = ()) -> KeysView[Node]:
+    """The nodes themselves and all nodes from which they are computed, each once, in a fixed order.
+
+    until: nodes beyond which it does not go. They are in it themselves.
+    """
+    ends = set(until)
     seen: dict[Node, None] = dict.fromkeys(nodes)
     pending = list(nodes)
     while pending:
         for source in pending.pop().all_input_nodes:
             if source not in seen:
                 seen[source] = None
-                pending.append(source)
+                if source not in ends:
+                    pending.append(source)
     return seen.keys()
 
 

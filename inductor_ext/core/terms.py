@@ -152,7 +152,7 @@ def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node:
         return terms(node.args[0], opaque)
     if name == "cat" and (behind := _behind_zeros(node)) is not None:
         moved = terms(behind[0], opaque)
-        # Behind zeros the first row is zero. That it was sliced off before does not give it back.
+        # A slice that begins after the first row has lost it, and zeros in its place do not bring it back.
         if all(t.starts[behind[1]] <= 0 for t in moved):
             return [_shift(t, behind[1]) for t in moved]
         return [whole(node)]
@@ -220,7 +220,7 @@ def _unsqueeze(node: Node, term: Term) -> Term:
 
 def _transpose(node: Node, term: Term) -> Term:
     order = list(range(len(term.dims)))
-    a, b = (arg(node, i, f"dim{i - 1}") % len(order) for i in (1, 2))
+    a, b = (arg(node, i, f"dim{i - 1}", node.kwargs.get(f"axis{i - 1}")) % len(order) for i in (1, 2))
     order[a], order[b] = order[b], order[a]
     return _pick(term, order)
 
@@ -233,7 +233,8 @@ def _matrix_transpose(node: Node, term: Term) -> Term:
 
 
 def _permute(node: Node, term: Term) -> Term:
-    order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+    first = arg(node, 1, "dims")
+    order = first if isinstance(first, (list, tuple)) else node.args[1:]
     return _pick(term, [d % len(term.dims) for d in order])
 
 

@@ -51,10 +51,10 @@ class Writes:
         return [] if value is None else self._at.get(storage_of(value), [])
 
 
-#: Ops that return their operand or a view of it, and write to neither.
+#: Ops that return their operand, a view of it or a copy, and have no other effect.
 _NAMES = """
 contiguous clone view_as reshape_as view flatten unflatten unsqueeze squeeze permute transpose t .mT .T expand expand_as
-broadcast_to repeat repeat_interleave select narrow getitem detach alias dropout pad diagonal unbind split chunk unfold real
+broadcast_to repeat repeat_interleave select narrow getitem detach alias pad diagonal unbind split chunk unfold real
 movedim ravel view_as_real positive
 """
 VIEWS = set(_NAMES.split())
@@ -74,4 +74,4 @@ def _written(node: Node) -> list[Node]:
         return list(node.all_input_nodes)
     value, first = fake_tensor(node), node.args[0] if node.args else None
     shares = value is not None and fake_tensor(first) is not None and storage_of(value) == storage_of(fake_tensor(first))
-    return [first] if shares and op(node) not in VIEWS | CASTS else []
+    return [first] if shares and op(node) not in VIEWS | CASTS | {"dropout"} else []

@@ -81,7 +81,7 @@ def find(product: Node) -> Cell | None:
     if weights is None:
         return None
     inside |= {combined, scores, weights}
-    log_weights, row_max = _stabilised(weights.args[0], inside)
+    log_weights, row_max = _stabilised(_operand(weights), inside)
     if log_weights is None:
         return None
     masks: list[Mask] = []
@@ -200,23 +200,34 @@ def _order(term: Term, position: int) -> tuple[int, ...]:
 
 def _masked_sum(node: Node, masks: list[Mask]) -> Node | None:
     """The tensor that ``node`` contains where s <= t, if ``node`` is -inf elsewhere; None if ``node`` is not masked."""
-    if op(node) == "where" and is_tensor(node.args[1]) and _is_minus_infinity(node.args[2]):
-        condition, kept, negated = node.args[0], node.args[1], False
-    elif op(node) == "masked_fill" and _is_minus_infinity(node.args[2]):
-        kept, condition, negated = *node.args[:2], True
+    if op(node) == "where":
+        (condition, kept, filler), negated = _operands(node, "condition", "input", "other"), False
+    elif op(node) == "masked_fill":
+        (kept, condition, filler), negated = _operands(node, "input", "mask", "value"), True
     else:
+        return None
+    if not is_tensor(kept) or not _is_minus_infinity(filler):
         return None
     if not _is_causal(condition, negated, masks):
         raise NotMLSTM("the mask of the exponent is not the lower triangle, or is neither built here nor a module's buffer")
     return kept
 
 
+def _operand(node: Node) -> Any:
+    """The first operand of an op, also if it is passed by its name."""
+    return arg(node, 0, "input")
+
+
+def _operands(node: Node, *names: str) -> tuple[Any, ...]:
+    return tuple(arg(node, i, name) for i, name in enumerate(names))
+
+
 def _is_minus_infinity(x: Any) -> bool:
     if isinstance(x, (int, float)):
         return x == -math.inf
     if op(x) in ("tensor", "full", "new_full"):
-        return _is_minus_infinity(x.args[0] if op(x) == "tensor" else x.args[-1])
-    return op(x) == "neg" and isinstance(x.args[0], (int, float)) and x.args[0] == math.inf
+        return _is_minus_infinity(arg(x, 0, "data") if op(x) == "tensor" else x.args[-1])
+    return op(x) == "neg" and _operand(x) == math.inf
 
 
 def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
@@ -229,17 +240,18 @@ def _is_causal(condition: Any, negated: bool, masks: list[Mask]) -> bool:
     if view.dims[-2:] != (last - 1, last) or any(d is not None for d in view.dims[:-2]) or any(view.starts):
         return False
     if op(node) == "not" and value_of(node).dtype is torch.bool:
-        return _is_causal(node.args[0], not negated, masks)
+        return _is_causal(_operand(node), not negated, masks)
     if op(node) in ("bool", "to", "type"):
-        return _is_causal(node.args[0], negated, masks)
-    if (held := buffer_value(node)) is not None:
+        return _is_causal(_operand(node), negated, masks)
+    held = buffer_value(node)
+    if held is not None and asserts_in_kernels() and _holds_causal_mask(held, negated):
         masks.append(Mask(node, negated))
-        return asserts_in_kernels() and _holds_causal_mask(held, negated)
+        return True
     if any(is_one(size) for size in shape_of(node)[-2:]) and op(node) in ("tril", "triu"):
         return False
     if op(node) in ("tril", "triu"):
         diagonal = arg(node, 1, "diagonal", 0)
-        ones = op(node.args[0]) in ("ones", "ones_like", "new_ones")
+        ones = op(_operand(node)) in ("ones", "ones_like", "new_ones")
         return ones and ((op(node), diagonal) == ("triu", 1) if negated else (op(node), diagonal) == ("tril", 0))
     return rank >= 2 and _compares_positions(node, negated)
 
@@ -280,12 +292,12 @@ def _forget_gate(decay: Term) -> Node:
     if not value_of(decay.base).is_floating_point():
         raise NotMLSTM("the cumulative sum is of integers")
     while op(inner) in ("float", "double", "to", "contiguous") and value_of(inner).is_floating_point():
-        inner = inner.args[0]
+        inner = _operand(inner)
     if op(inner) != "logsigmoid":
         raise NotMLSTM("the cumulative sum is not over logsigmoid of the forget gate")
-    gate = inner.args[0]
-    while op(gate) in ("float", "double") and value_of(gate.args[0]).is_floating_point():
-        gate = gate.args[0]
+    gate = _operand(inner)
+    while op(gate) in ("float", "double") and value_of(_operand(gate)).is_floating_point():
+        gate = _operand(gate)
     return gate
 
 
@@ -307,15 +319,15 @@ def _normaliser(node: Any, combined: Node, row_max: Node, inside: set[Node]) -> 
     bases = {op(view_of(a).base): view_of(a).base for a in node.args}
     if set(bases) != {"abs", "exp"}:
         raise NotMLSTM("the normaliser is not max(|sum C|, exp(-m)) + eps")
-    total, negative = (_rows(bases[name].args[0]) for name in ("abs", "exp"))
-    inside |= {*node.args, *bases.values(), bases["abs"].args[0], total, negative}
+    total, negative = (_rows(_operand(bases[name])) for name in ("abs", "exp"))
+    inside |= {*node.args, *bases.values(), _operand(bases["abs"]), total, negative}
     if (
         op(total) != "sum"
-        or total.args[0] is not combined
+        or _operand(total) is not combined
         or arg(total, 1, "dim") not in (-1, [-1], (-1,), len(shape_of(combined)) - 1)
     ):
         raise NotMLSTM("the normaliser does not sum C over the keys")
-    if op(negative) != "neg" or _rows(negative.args[0]) is not _rows(row_max):
+    if op(negative) != "neg" or _rows(_operand(negative)) is not _rows(row_max):
         raise NotMLSTM("the normaliser's floor is not exp(-m)")
     return eps
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..core.fx import shape_of, value_of, working_dtype
-from ..core.purity import changes_in_place, sets_gradient_mode
+from ..core.fx import cone, shape_of, value_of, working_dtype
 from ..core.report import leave_to_stock, record, user_line
 from ..core.terms import arg, calls_torch, is_one, is_tensor, number, op, reads_shape, view_of, whole
 from ..core.writes import VIEWS, Writes
@@ -26,7 +25,7 @@ from .pattern import Cell, NotMLSTM, causal, find
 
 NAME = "mlstm_pattern"
 _AUTOCAST = "_enter_autocast"
-#: Inductor writes this into C++ and Triton between quotes of both kinds, and escapes none.
+#: Inductor writes this into C++ between quotation marks, and escapes none that are in it.
 _CHANGED = (
     "A buffer that was the causal mask of an mLSTM when gradfuse compiled it is no causal mask any more. Compile such a"
     " model with mlstm_pattern in the option disable."
@@ -49,9 +48,6 @@ def rewrite(gm: GraphModule, options: Options) -> None:
             norm = _headwise_norm(node) if len(shape_of(node)) == 4 else None
             _check(node, cell)
             _check_effects(cell, node if norm is None else norm.node)
-        except (IndexError, TypeError):
-            # An operand is passed by a keyword that the pattern does not read.
-            continue
         except NotMLSTM as error:
             leave_to_stock(options.strict, NAME, "mlstm", str(error), user_line(node), "Call inductor_ext.mlstm.mlstm.")
             continue
@@ -70,10 +66,6 @@ def _check(product: Node, cell: Cell) -> None:
         outside = [u for u in node.users if u not in cell.inside and u is not product and not _ignores_values(u, node)]
         if outside:
             raise NotMLSTM(f"{node.name} is also used by {outside[0].name}")
-    nodes = list(product.graph.nodes)
-    between = nodes[min(nodes.index(n) for n in cell.inside) : nodes.index(product)]
-    if any(changes_in_place(n) for n in between):
-        raise NotMLSTM("a tensor is changed in place between its parts")
     operands = (cell.query, cell.key, cell.value)
     values = [value_of(x) for x in operands if is_tensor(x)]
     if len(values) < 3 or any(v.dim() != 4 for v in values):
@@ -89,38 +81,30 @@ def _check(product: Node, cell: Cell) -> None:
             raise NotMLSTM(f"a gate of shape {shape_of(gate.tensor)} has not one number for each head and position")
     if not cell.scale > 0:
         raise NotMLSTM(f"the scale {cell.scale} is not positive")
-    autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in nodes)
+    autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in product.graph.nodes)
     if autocast or any(torch.is_autocast_enabled(v.device.type) for v in values):
         raise NotMLSTM("it may run under autocast, which decides the dtype of each product")
 
 
 def _check_effects(cell: Cell, last: Node) -> None:
     """Raise NotMLSTM if an effect stands between the parts of the cell, all of which the op computes at its last node."""
-    writes, parts = Writes(last.graph), _parts(cell, last)
+    operands = (cell.query, cell.key, cell.value, cell.input_gate.tensor, cell.forget_gate.tensor)
+    writes, parts = Writes(last.graph), cone(last, until=operands)
     if any(writes.between(node, last) for node in parts):
         raise NotMLSTM("a tensor is changed in place between its parts")
-    first = min(node for node in parts if node.op != "placeholder")
-    if any(sets_gradient_mode(node) and first < node < last for node in last.graph.nodes):
-        raise NotMLSTM("a region without gradients begins or ends between its parts")
     if not all(calls_torch(node) for node in parts if node.op == "call_function" and is_tensor(node)):
         raise NotMLSTM("it calls a function that is not of torch")
-
-
-def _parts(cell: Cell, last: Node) -> set[Node]:
-    """The nodes from the operands of a cell, which are among them, to its last node."""
-    operands = {cell.query, cell.key, cell.value, cell.input_gate.tensor, cell.forget_gate.tensor}
-    found, pending = set(operands), [last]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    computed = set(operands)
+    for node in sorted(parts - computed):
+        if is_tensor(node) and not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    if len({node in writes.without_gradient for node in computed.difference(operands)}) > 1:
+        raise NotMLSTM("some of its parts are computed without gradients, and some with gradients")
 
 
 def _ignores_values(user: Node, node: Node) -> bool:
     """Whether ``user`` reads only the shape of ``node``, or is a view that nobody uses (the indices of ``max``)."""
-    return reads_shape(user, node) or (op(user) in VIEWS - {"dropout"} and not user.users)
+    return reads_shape(user, node) or (op(user) in VIEWS and not user.users)
 
 
 def _without_ones(sizes: Sequence[Any]) -> list[Any]:

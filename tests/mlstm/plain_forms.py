@@ -152,20 +152,28 @@ def anti_causal(query, key, value, input_gate, forget_gate, weight):
     return by_layer(combined @ value / normaliser, weight)
 
 
-def relu_at_a_position(query, key, value, input_gate, forget_gate, weight):
+def _leaky(combined, row_max):
     """Nobody uses the result of an op that writes to its operand, as its third argument says."""
-    length = query.shape[2]
-    decay = F.logsigmoid(forget_gate).cumsum(-1)
-    log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
-    log_weights = log_weights.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
-    row_max = log_weights.amax(-1, keepdim=True)
-    combined = query @ key.mT * query.shape[-1] ** -0.5 * torch.exp(log_weights - row_max)
     F.leaky_relu(combined, 0.1, True)
-    scale = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
-    return by_layer(combined @ value / scale, weight)
+    return torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + EPS
 
 
-PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared, "transposed": transposed}
+def by_name(query, key, value, input_gate, forget_gate, weight):
+    """Operands are passed by their names."""
+    length = query.shape[2]
+    decay = F.logsigmoid(input=forget_gate).cumsum(dim=-1)
+    column = (input_gate - decay)[..., None].permute(dims=(0, 1, 3, 2))
+    later = torch.logical_not(input=torch.ones(length, length, dtype=torch.bool).tril(diagonal=0))
+    log_weights = (decay[..., None] + column).masked_fill(mask=later, value=-math.inf)
+    row_max = torch.amax(input=log_weights, dim=-1, keepdim=True)
+    weights = torch.exp(input=log_weights - row_max)
+    combined = query @ key.swapaxes(axis0=-1, axis1=-2) * query.shape[-1] ** -0.5 * weights
+    floor = torch.exp(input=torch.neg(input=row_max))
+    normaliser = torch.maximum(torch.abs(input=torch.sum(input=combined, dim=-1, keepdim=True)), floor) + EPS
+    return by_layer(combined @ value / normaliser, weight)
+
+
+PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared, "transposed": transposed, "by_name": by_name}
 NEAR_MISSES = {
     "normaliser_of_one": _with(normaliser=lambda c, m: torch.clamp(c.sum(-1, keepdim=True).abs(), min=1.0)),
     "normaliser_signed": _with(normaliser=lambda c, m: torch.maximum(c.sum(-1, keepdim=True), torch.exp(-m)) + EPS),
@@ -174,7 +182,7 @@ NEAR_MISSES = {
     "strict_mask": _with(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(-1) | torch.eye(n, dtype=torch.bool)),
     "gate_on_rows": _with(exponent=lambda d, decay, i: decay[..., :, None] - decay[..., None, :] + i[..., :, None]),
     "anti_causal": anti_causal,
-    "relu_at_a_position": relu_at_a_position,
+    "written_at_a_position": _with(normaliser=_leaky),
     "written_mask": _with(mask=_written_mask),
     "mask_of_three_dims": _with(mask=lambda n: torch.ones(3, n, n, dtype=torch.bool).tril()),
     "range_with_an_end": _with(mask=lambda n: torch.arange(3, end=n + 3)[:, None] >= torch.arange(n)),

@@ -26,13 +26,13 @@ REASONS = {
     "strict_mask": "not the lower triangle",
     "gate_on_rows": "not F_t - F_s + i_s",
     "anti_causal": "moved after it was applied",
-    "relu_at_a_position": "leaky_relu",
+    "written_at_a_position": "leaky_relu",
     "written_mask": "changed in place",
     "mask_of_three_dims": "not the lower triangle",
     "range_with_an_end": "not the lower triangle",
     "flipped_bits": "not the lower triangle",
     "halved_in_place": "changed in place",
-    "without_gradient": "a region without gradients",
+    "without_gradient": "some of its parts are computed without gradients",
     "integer_sums": "is of integers",
     "gate_of_other_heads": "not F_t - F_s + i_s",
     "gate_twice": "4 terms",
@@ -118,6 +118,28 @@ def test_a_value_that_is_changed_before_the_norm():
     with eager_graphs(), torch.no_grad():
         got = torch.compile(form, backend="gradfuse", fullgraph=True)(value, query, key, *rest)
         assert relative_error(got, form(value, query, key, *rest)) < 1e-5
+
+
+@torch.library.custom_op("gradfuse_tests::logsigmoid", mutates_args=())
+def _of_the_same_name(x: torch.Tensor) -> torch.Tensor:
+    return -x.abs()
+
+
+@_of_the_same_name.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_an_op_of_the_same_name_is_another_op():
+    def exponent(log_weights, decay, input_gate):
+        other = torch.ops.gradfuse_tests.logsigmoid(input_gate).cumsum(-1)
+        return other[..., :, None] - other[..., None, :] + input_gate[..., None, :]
+
+    form = plain_forms._with(exponent=exponent)
+    with eager_graphs(), torch.no_grad(), collect() as report:
+        got = torch.compile(form, backend="gradfuse", fullgraph=True)(*operands())
+        assert relative_error(got, form(*operands())) < 1e-5
+    assert ["not of torch" in d.why for d in report.decisions if d.pass_name == "mlstm_pattern"] == [True]
 
 
 class Masked(torch.nn.Module):
