@@ -78,7 +78,7 @@ def _check(product: Node, cell: Cell) -> None:
         raise NotMLSTM("queries, keys and values are broadcast against the gates")
     for gate in (cell.input_gate, cell.forget_gate):
         if _without_ones(gate.shape) != _without_ones(values[0].shape[:3]):
-            raise NotMLSTM(f"a gate of shape {shape_of(gate.tensor)} has not one number for each head and position")
+            raise NotMLSTM(f"a gate of shape {shape_of(gate.tensor)} does not have one number for each head and position")
     if not cell.scale > 0:
         raise NotMLSTM(f"the scale {cell.scale} is not positive")
     autocast = any(getattr(n.target, "__name__", "") == _AUTOCAST for n in product.graph.nodes)

@@ -17,9 +17,7 @@ import contextlib
 import math
 import re
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,14 +133,10 @@ def _pooled(runs: list[Run]) -> Run:
     return Run(outputs, gradients, [], [], runs[0].names, statistics.fmean(r.rounding for r in runs))
 
 
-def _over_many_draws(
-    program: Program, device: str, mode: str, stock: bool, options: dict[str, Any] | None
+def _over_draws(
+    program: Program, device: str, mode: str, stock: bool, draws: list[int], options: dict[str, Any] | None = None
 ) -> list[tuple[str, float, float]]:
-    """As ``_differences``, over all draws but the first, which was chosen because it looks wrong.
-
-    The errors are summed before the division, so that no draw with a small gradient decides alone.
-    """
-    draws = list(range(DRAW + 1, DRAW + 1 + DRAWS))
+    """As ``_differences``, over several draws. The errors are summed before the division, so that no draw decides alone."""
     runs = compiled(program, device, mode, stock, draws, options)
     exact = _pooled([reference(program, device, draw) for draw in draws])
     eager_run = _pooled([eager(program, device, draw) for draw in draws])
@@ -182,16 +176,14 @@ def judge(program: Program, mode: str = "graphs", device: str = "cpu", determini
     found = _differences(program, runs[0], exact, eager_run)
     bad = [d for d in found if not d[1] <= d[2]]
 
-    def stock_over_one_draw() -> list[tuple[str, float, float]]:
-        (run,) = compiled(program, device, mode, True, [DRAW])
-        return _differences(program, run, exact, eager_run)
-
-    stock = stock_over_one_draw
+    draws = [DRAW]
     if bad and all(math.isfinite(d[1]) for d in bad) and max(d[1] / max(d[2], 0.1) for d in bad) < 2:
+        # All draws but the first, which was chosen because it looks wrong.
+        many = list(range(DRAW + 1, DRAW + 1 + DRAWS))
         with contextlib.suppress(Exception):
-            bad = [d for d in _over_many_draws(program, device, mode, False, options) if not d[1] <= d[2]]
-            stock = partial(_over_many_draws, program, device, mode, True, None)
-    return _blame(program, device, bad, stock) if bad else Result("ok")
+            bad = [d for d in _over_draws(program, device, mode, False, many, options) if not d[1] <= d[2]]
+            draws = many
+    return _blame(program, mode, device, bad, draws) if bad else Result("ok")
 
 
 def context_lost(device: str) -> bool:
@@ -244,18 +236,13 @@ def _stock_is_wrong_or_varies(program: Program, mode: str, device: str, name: st
     return errors.get(name, 0.0) > 0.2 or first is None or second is None or not torch.equal(first, second)
 
 
-def _blame(
-    program: Program,
-    device: str,
-    bad: list[tuple[str, float, float]],
-    stock: Callable[[], list[tuple[str, float, float]]],
-) -> Result:
+def _blame(program: Program, mode: str, device: str, bad: list[tuple[str, float, float]], draws: list[int]) -> Result:
     """Compare a wrong result of gradfuse with the errors of stock over the same draws."""
     reason = _report(bad)
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("wrong", reason)
     try:
-        theirs = {name: error for name, error, _ in stock()}
+        theirs = {name: error for name, error, _ in _over_draws(program, device, mode, True, draws)}
     except Exception as error:
         return Result("wrong", f"{reason} (stock raises {one_line(error)})"[:300])
     if all(theirs.get(name, 0.0) > 0.5 * error for name, error, _ in bad):

@@ -158,14 +158,17 @@ def _settings(mode: str, as_if_large: bool) -> Iterator[None]:
         yield
 
 
+def _stock(mode: str) -> Any:
+    """Return stock's backend, which runs the graphs op by op in that mode."""
+    return functools.partial(stock_compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
+
+
 def compiled(
     program: Program, device: str, mode: str, stock: bool, draws: list[int], options: dict[str, Any] | None = None
 ) -> list[Run]:
     """Compile once and run every draw."""
     torch._dynamo.reset()
-    backend: Any = "gradfuse"
-    if stock:
-        backend = functools.partial(stock_compile_fx, inner_compile=_as_it_is) if mode == "graphs" else "inductor"
+    backend = _stock(mode) if stock else "gradfuse"
     kwargs: dict[str, Any] = {"options": options} if options else {}
     with _settings(mode, program.seed % 2 == 1), loaded(program, **references.compiled_replacements(device)) as module:
         function = torch.compile(module.program, backend=backend, fullgraph=True, dynamic=program.dynamic, **kwargs)
@@ -182,7 +185,8 @@ def forward_of_stock(program: Program, device: str, mode: str) -> None:
     torch._dynamo.reset()
     replaced = references.compiled_replacements(device)
     with _settings(mode, False), loaded(program, **replaced) as module, torch.no_grad():
-        torch.compile(module.program, fullgraph=True, dynamic=program.dynamic)(*draw_inputs(module, device, 0))
+        function = torch.compile(module.program, backend=_stock(mode), fullgraph=True, dynamic=program.dynamic)
+        function(*draw_inputs(module, device, 0))
 
 
 def _spoil_free_memory(device: str) -> None:

@@ -1,7 +1,7 @@
-"""A pytest plugin for machines with several GPUs: ``pytest -p tests.support.one_gpu -n 29``.
+"""A pytest plugin for machines with several GPUs: ``CUDA_VISIBLE_DEVICES=0,1 pytest -p tests.support.one_gpu -n 29``.
 
-Each worker of pytest-xdist sees one GPU. Tests marked ``full`` are last. If OUT is set, each outcome is written to
-``$OUT/outcomes.txt`` as it comes, so that a run that is cut off has results too.
+Each worker of pytest-xdist sees one of the GPUs in that list. Tests marked ``full`` are last. If the variable OUT names a
+folder, each outcome is written to its file ``outcomes.txt`` as it comes, so that a run that is cut off has results too.
 """
 
 import os

@@ -4,7 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inductor_ext.attention.recognition import views
 from inductor_ext.attention.recognition.indices import POSITIONS, B, H, K, Q, Quotient, Ranges, Remainder
+from inductor_ext.core import terms, writes
 
 EXTENTS = (2, 3, 6, 4)
 
@@ -56,3 +58,8 @@ def test_what_simplifies():
     assert ranges.split(ranges.joined([row + 1, column], [64, 32]), [32, 64]) == [Q, K - Q + 32]
     assert ranges.radix(3 * B + H, 6) == [B, H]
     assert ranges.radix(3 * B + H, 7) is None and ranges.radix(2 * B + H, 6) is None and ranges.radix(B + 1, 3) is None
+
+
+def test_ops_that_are_followed_as_views_write_nothing():
+    """What a walk goes through, ``Writes`` must not take for an op that changes its operand."""
+    assert set(views.VIEWS) | set(terms._VIEWS) <= writes.VIEWS
