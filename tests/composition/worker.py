@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import time
@@ -32,6 +33,8 @@ from .conftest import left_to_stock
 
 #: How long one operation of a process group may wait for the other processes.
 PATIENCE = datetime.timedelta(seconds=60)
+#: After how many seconds a scenario that still runs writes the stacks of its threads to the log.
+STACKS_AFTER = 80
 
 
 @dataclass
@@ -135,6 +138,7 @@ def main() -> None:
         torch.cuda.set_device(given.rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for name in given.scenarios:
+        faulthandler.dump_traceback_later(STACKS_AFTER, repeat=True)
         result = run_scenario(name, given.rank, given.world, given.device, given.folder)
         path = given.folder / f"{name}.{given.rank}.json"
         path.with_suffix(".part").write_text(json.dumps(result))
