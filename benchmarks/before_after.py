@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 ROUNDS = 5
-#: How many cases one process compiles, and a name for each case of a suite.
-CASES_OF_A_PROCESS = 3
+#: How many cases one process compiles, and how many pairs of processes share a GPU at a time.
+CASES_OF_A_PROCESS, PAIRS_OF_A_GPU = 3, 8
 HERE = Path(__file__).resolve().parents[1]
 
 
@@ -144,25 +144,34 @@ def rows(suite: str, cases: list[str], workers: list[Worker]) -> Iterator[dict[s
 
 
 def measure(old: Path, wanted: list[tuple[str, list[str]]], gpus: list[str]) -> list[dict[str, Any]]:
-    """Compile all cases side by side, and then time them, one at a time on each GPU."""
+    """Measure some cases at a time, because the tensors of all of them may not fit into memory."""
+    at_once = PAIRS_OF_A_GPU * len(gpus)
+    return [row for i in range(0, len(wanted), at_once) for row in _measure(old, wanted[i : i + at_once], gpus)]
+
+
+def _measure(old: Path, wanted: list[tuple[str, list[str]]], gpus: list[str]) -> list[dict[str, Any]]:
+    """Compile cases side by side, and then time them, one at a time on each GPU."""
     jobs = []
     for number, (suite, cases) in enumerate(wanted):
         workers = [Worker(tree, suite, cases, gpus[number % len(gpus)]) for tree in (old, HERE)]
         jobs.append((suite, cases, workers))
     found: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        found.append(row)
+        print(json.dumps(row), flush=True)
+
     for suite, cases, workers in jobs:
         for name in cases:
             for tree, worker in zip(("before", "after"), workers, strict=True):
                 refused = worker.answer()
                 if refused:
-                    found.append({"suite": suite, "case": name, "tree": tree, **refused})
-                    print(json.dumps(found[-1]), flush=True)
+                    add({"suite": suite, "case": name, "tree": tree, **refused})
 
     def on_one_gpu(jobs_of_gpu: list[tuple[str, list[str], list[Worker]]]) -> None:
         for job in jobs_of_gpu:
             for row in rows(*job):
-                found.append(row)
-                print(json.dumps(row), flush=True)
+                add(row)
 
     threads = [threading.Thread(target=on_one_gpu, args=(jobs[i :: len(gpus)],)) for i in range(len(gpus))]
     for thread in threads:
@@ -172,6 +181,7 @@ def measure(old: Path, wanted: list[tuple[str, list[str]]], gpus: list[str]) -> 
     for *_, workers in jobs:
         for worker in workers:
             worker.process.kill()
+            worker.process.wait()
     return found
 
 

@@ -17,11 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from inductor_ext.attention import dropout, hoisting
 from inductor_ext.core.table import progress
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -73,6 +75,32 @@ def _attention() -> None:
                 _step(run, query, key, value, table, **options)
 
 
+def _models() -> None:
+    """The biases of real models, which tables, blocks, sums by entry and columns serve."""
+    position = torch.arange(LENGTH, device="cuda")
+    segment, document, restarting = position // 20, position // 33, position % 33
+    pairs = torch.randint(0, 50, (2, LENGTH, LENGTH), device="cuda")
+    mods: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Callable[..., Tensor]]]] = {
+        "segments": ((4, 5, 5), lambda t: lambda s, b, h, q, k: s + t[h, segment[q], segment[k]]),
+        "packed": ((4, 65), lambda t: lambda s, b, h, q, k: s + t[h, restarting[k] - restarting[q] + 32]),
+        "clamped": ((2, 4, LENGTH, 16), lambda t: lambda s, b, h, q, k: s + t[b, h, q, (q - k).clamp(-8, 7) + 8]),
+        "shift": ((2, 4, LENGTH, 2 * LENGTH), lambda t: lambda s, b, h, q, k: s + t[b, h, q, q - k + LENGTH]),
+        "image": ((2, 4, LENGTH, 16), lambda t: lambda s, b, h, q, k: s + t[b, h, q, k // 16] + t[b, h, q, k % 16]),
+        "table of pairs": ((50, 4), lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h]),
+        "columns": ((2, 4, LENGTH, 16), lambda t: lambda s, b, h, q, k: s + (t[b, h, q] * t[b, h, k]).sum(-1)),
+    }
+    documents = create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, LENGTH, LENGTH, device="cuda")
+    # As for longer sequences, whose lookups by query and key stay in the kernel.
+    with mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0):
+        for name, (shape, mod) in mods.items():
+            block_mask = documents if name == "packed" else None
+
+            def run(q: Tensor, k: Tensor, v: Tensor, t: Tensor, mod: Any = mod, block_mask: Any = block_mask) -> Tensor:
+                return flex_attention(q, k, v, score_mod=mod(t), block_mask=block_mask, kernel_options=dropout(0.1))
+
+            _step(run, *(_leaf(2, 4, LENGTH, 32) for _ in range(3)), _leaf(*shape))
+
+
 def _gathers() -> None:
     key = torch.randn(333, device="cuda")
     hot = torch.randint(0, 7, (4096,), device="cuda")
@@ -119,7 +147,23 @@ def _mlstm() -> None:
         _step(lambda q, k, v, i, f: mlstm(q, k, v, i, f), *heads, *gates)
 
 
-PROGRAM = {"attention": _attention, "gathers": _gathers, "scans": _scans, "mlstm": _mlstm}
+def _few() -> None:
+    """One small call of an attention, a gather, a scan and an mLSTM: as much as initcheck can watch."""
+    from inductor_ext.mlstm.op import mlstm
+
+    order = torch.randn(96, device="cuda").argsort()
+    _step(
+        lambda q, k, v, t: flex_attention(q, k, v, lambda s, b, h, i, j: s + t[h, j]),
+        *[_leaf(1, 1, 64, 32)] * 3,
+        _leaf(1, 64),
+    )
+    _step(lambda x: x[order // 3], _leaf(32, 64))
+    scan = torch._higher_order_ops.associative_scan
+    _step(lambda x: scan(torch.logaddexp, x, 0, combine_mode="pointwise"), _leaf(64, 64))
+    _step(lambda q, i: mlstm(q, q, q, i, i), _leaf(1, 1, 64, 32), _leaf(1, 1, 64))
+
+
+PROGRAM = {"few": _few, "attention": _attention, "models": _models, "gathers": _gathers, "scans": _scans, "mlstm": _mlstm}
 
 
 def _under(tool: str, part: str, environment: dict[str, str], limit: int) -> dict[str, Any]:
@@ -159,7 +203,7 @@ def main() -> int:
     warm = [subprocess.Popen([sys.executable, "-m", "benchmarks.sanitize", "--program", p], env=variables) for p in PROGRAM]
     if any(process.wait() for process in warm):
         return 1
-    runs = [(tool, part) for tool in arguments.tool or TOOLS for part in PROGRAM]
+    runs = [(tool, part) for tool in arguments.tool or TOOLS for part in PROGRAM if (tool == "initcheck") == (part == "few")]
     from concurrent.futures import ThreadPoolExecutor
 
     gpus = torch.cuda.device_count()

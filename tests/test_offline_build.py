@@ -61,12 +61,12 @@ STOCK = {
 }
 
 
-def gradients(*kinds):
+def gradients(*kinds, condition=None):
     """Captured gradients of these kinds, as far as the choice of tiles looks at them."""
     axes = {Reduction.SUM: (False, True, False, False)}
 
     def contribution(axes):
-        return Contribution(None, (None,), (1,), (None,), axes, (True,), (True,), on_score=False)
+        return Contribution(None, (None,), (1,), (None,), axes, (True,), (True,), False, condition)
 
     def plan(owner, kind):
         made = contribution(axes.get(kind, (True,) * 4))
@@ -95,6 +95,7 @@ CAPTURED = {
     "rows_and_columns_of_an_image": gradients(Reduction.SCATTER, Reduction.SCATTER),
     "relative_shift": gradients(Reduction.STORE),
     "pairs_of_segments": gradients(Reduction.BY_ENTRY),
+    "packed_documents": gradients(Reduction.SCATTER, Reduction.STRIP, condition=(None, True)),
 }
 
 
@@ -107,6 +108,7 @@ def kernel_options(direction, config):
 SPILLS = {("relative", 90, "backward"): 352, ("scaled_and_gathered", 90, "backward"): 32}
 #: Nobody has timed a smaller tile here.
 SPILLS |= {("with_dropout", 80, "backward"): 16, ("with_dropout", 90, "backward"): 8}
+SPILLS |= {("packed_documents", 90, "backward"): 48, ("packed_documents", 100, "forward"): 48}
 
 
 def builds(names, quick):
@@ -123,10 +125,10 @@ def takes_one_pass(name, arch):
 def tiled(name, arch, stock, dtype=torch.bfloat16, dim=64):
     """Both kernels of an attention, with the tiles that Target and tiles.py choose: (source, config) by direction."""
     family = Target.absent(arch).family
-    mask_mod, one_pass = name == "causal", takes_one_pass(name, arch)
+    mask_mod, one_pass = name in ("causal", "packed_documents"), takes_one_pass(name, arch)
     has = {
         "a mod": name != "unmasked",
-        "reads": name in ("scaled_and_gathered", "rows_and_columns_of_an_image", "pairs_of_segments"),
+        "reads": name in ("scaled_and_gathered", "rows_and_columns_of_an_image", "pairs_of_segments", "packed_documents"),
         "chained reads": name in ("scaled_and_gathered", "pairs_of_segments"),
         "fp32": dtype is torch.float32,
         "dropout": name == "with_dropout",
@@ -190,7 +192,7 @@ def test_contributions_of_other_shapes_build_side_by_side(builder, monkeypatch):
     """One pass adds a total for each query and totals of entries in the same loop, and Triton wants one type for a name."""
     monkeypatch.setitem(ATTENTIONS, "row_and_few_entries", row_and_few_entries)
     source = sources("row_and_few_entries", arch=90, bwd_ONE_PASS=True)["backward"]
-    assert "= tl.sum(tl.where(entry == shared" in source
+    assert "= tl.sum(tl.where(entry_1 == shared" in source
     assert "total = tl.sum(addend" in source
     builder.build(source, 90, 4, 3)
 

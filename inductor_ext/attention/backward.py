@@ -17,7 +17,7 @@ import torch
 
 from ..core.report import leave_to_stock, record, user_line, warn_of_cost
 from ..core.target import TMA_ALIGNMENT, Target
-from ..core.templates import Listed, load
+from ..core.templates import load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
@@ -124,9 +124,9 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     # A one-hot is exact in TF32, and 11 bits of the other operand are more than the result keeps.
     half = call.query.get_dtype().itemsize == 2
     template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
-    score_buffer, reads, read_buffers = inlining.score(score_graph)
-    inlined = [score_buffer, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *read_buffers]
-    template_options.update(inlining.options() | {"READS": Listed(reads)})
+    score = inlining.score(score_graph)
+    inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
+    template_options.update(inlining.options() | score.options())
     tilings = _tilings(call, template_options, captured)
     in_memory = one_pass and not (nothing_hidden and _one_key_tile(call, tilings))
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0

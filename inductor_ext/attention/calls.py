@@ -64,6 +64,12 @@ class ForwardCall(_Call):
         """Return the operands of a node of a graph."""
         return cls(*node.args)
 
+    @property
+    def extents(self) -> list[Any]:
+        """The numbers of values of b, h, q and k, for the operands of a node of Dynamo's graph."""
+        query, key = value_of(self.query), value_of(self.key)
+        return [*query.shape[:3], key.shape[2]]
+
 
 @dataclass(frozen=True)
 class BackwardCall(_Call):

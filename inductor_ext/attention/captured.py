@@ -108,6 +108,11 @@ class CapturedGradients:
         return any(plan.reduction is Reduction.BY_ENTRY for plan in self.plans)
 
     @property
+    def adds_conditionally(self) -> bool:
+        """Whether single elements are added in some blocks only."""
+        return any(plan.adds_where is not None and plan.reduction is Reduction.SCATTER for plan in self.plans)
+
+    @property
     def in_large_tables(self) -> bool:
         """Whether the scores of a tile belong to very many entries, of which the position of neither determines one."""
         return any(plan.reduction is Reduction.SCATTER and not (plan.may_share or plan.shares_row) for plan in self.plans)
@@ -282,6 +287,7 @@ def plan_gradients(
                 inside,
             )
             result.plans.append(plan)
+            result.inlined.extend([] if plan.adds_where is None else part.condition)
     return result
 
 

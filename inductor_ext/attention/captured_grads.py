@@ -20,6 +20,7 @@ from ..core.fx import CASTS_AND_COPIES, ZEROS, cone, dtype_of, shape_of
 from ..core.integers import exact_integers
 from ..torch_api.higher_order import zeros_and_scatter
 from .score_mod import ScoreMod, output_nodes
+from .tile_inputs import is_of_blocks
 
 aten = torch.ops.aten
 
@@ -40,7 +41,8 @@ class Contribution:
     this shape. positions: for each index, which of b, h, q, k (0 to 3) it is, or None if it is something else. axes: for
     each of b, h, q, k, whether the indices depend on it; along the others, the values may be summed first. by_query, by_key:
     for each index, whether it depends on q (on k). on_score: whether the indices are computed from the score or from its
-    gradient, so that they may be different for every score.
+    gradient, so that they may be different for every score. condition: a condition of whole blocks and whether it must hold;
+    elsewhere the value is zero. None if there is no such condition.
     """
 
     value: Node
@@ -51,6 +53,7 @@ class Contribution:
     by_query: tuple[bool, ...]
     by_key: tuple[bool, ...]
     on_score: bool
+    condition: tuple[Node, bool] | None = None
 
     @property
     def varying(self) -> tuple[bool, ...]:
@@ -111,7 +114,24 @@ def _contribution(inputs: ScoreMod, shape: tuple[Any, ...], value: Node, indices
     axes = tuple(on_score or position in reached for position in inputs.positions)
     by_query, by_key = (tuple(not one.isdisjoint((p, *scores)) for one in cones) for p in (inputs.q, inputs.k))
     positions = tuple(inputs.positions.index(i) if i in inputs.positions else None for i in indices)
-    return Contribution(value, indices, shape, positions, axes, by_query, by_key, on_score)
+    condition = _condition(value, inputs)
+    return Contribution(value, indices, shape, positions, axes, by_query, by_key, on_score, condition)
+
+
+def _condition(value: Node, inputs: ScoreMod) -> tuple[Node, bool] | None:
+    """Return the condition of blocks in ``where(condition, x, 0)`` or ``where(condition, 0, x)``, and where x counts."""
+    while value.target in CASTS_AND_COPIES:
+        value = value.args[0]
+    if value.target is not aten.where.self or not is_of_blocks(value.args[0], inputs):
+        return None
+    condition, *branches = value.args
+    zero = [_is_zero(branch) for branch in branches]
+    return (condition, zero[1]) if zero[0] != zero[1] else None
+
+
+def _is_zero(node: Any) -> bool:
+    full = isinstance(node, Node) and node.target in (aten.full.default, aten.scalar_tensor.default)
+    return full and (node.args[1] if node.target is aten.full.default else node.args[0]) == 0
 
 
 def constant_of(index: Any) -> int | None:

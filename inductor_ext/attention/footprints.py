@@ -21,8 +21,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sympy
@@ -71,6 +72,7 @@ class Footprint:
 
 NOTHING = Footprint()
 UNKNOWN = Footprint(True, True, PAIR, True, True)
+_PAIRS = Footprint(batch=True, head=True, kind=PAIR)
 
 B, H = sympy.symbols("b h", integer=True)
 
@@ -121,14 +123,17 @@ _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
 _MOST_POSITIONS = 2**30
 
 
-def footprints(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, Footprint]:
+def footprints(
+    graph: Graph, extents: Sequence[Any] = (None,) * 4, assumed: Mapping[Node, sympy.Expr] = MappingProxyType({})
+) -> dict[Node, Footprint]:
     """Return the footprint of every node of a score_mod graph ``(score, b, h, q, k, *captured)``.
 
     Works on Dynamo's graphs (``operator``, ``torch`` functions, tensor methods) and on ATen's. Nodes carry a fake
     tensor in ``meta["example_value"]`` or ``meta["val"]``, whose dtype says what is exact. ``extents`` are the lengths of
-    the ranges of b, h, q and k. A length that is no int is not known.
+    the ranges of b, h, q and k. A length that is no int is not known. ``assumed``: nodes that count as these polynomials.
+    Their symbols besides the positions are unknown numbers: what depends on one of them depends on the pair.
     """
-    return {node: value.footprint for node, value in _interpret(graph, Ranges(extents)).items()}
+    return {node: value.footprint for node, value in _interpret(graph, Ranges(extents), assumed).items()}
 
 
 def polynomials(graph: Graph, extents: Sequence[Any] = (None,) * 4) -> dict[Node, sympy.Expr]:
@@ -177,7 +182,9 @@ def _is_float(node: Node) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
+def _interpret(
+    graph: Graph, ranges: Ranges, assumed: Mapping[Node, sympy.Expr] = MappingProxyType({})
+) -> dict[Node, _Value]:
     """Return the abstract value of every node, and add the range of every new symbol to ``ranges``."""
     inputs = ScoreMod.of(graph)
     values = {
@@ -187,8 +194,10 @@ def _interpret(graph: Graph, ranges: Ranges) -> dict[Node, _Value]:
         inputs.q: _Value(Footprint(kind=ROW), Q),
         inputs.k: _Value(Footprint(kind=COLUMN), K),
         **{c: _Value(NOTHING, _size_symbol(c)) for c in inputs.captured},
+        **{node: _Value(_PAIRS, x) for node, x in assumed.items()},
     }
-    atoms: dict[sympy.Symbol, Footprint] = {}
+    unknown = {symbol for x in assumed.values() for symbol in x.free_symbols} - {B, H, Q, K}
+    atoms: dict[sympy.Symbol, Footprint] = dict.fromkeys(unknown, _PAIRS)
     counter = itertools.count()
     for node in graph.nodes:
         if node not in values and node.op != "output":
@@ -254,7 +263,9 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
 
 def is_pointwise(name: str, operands: int) -> bool:
     """Return whether the op of this name with this number of tensor operands computes its result element by element."""
-    return name in POINTWISE or (name in _BINARY_ONLY and operands == 2)
+    # Dynamo of torch 2.11 calls some operators as methods.
+    name = name.removeprefix("__").removesuffix("__")
+    return name in POINTWISE or f"{name}_" in POINTWISE or (name in _BINARY_ONLY and operands == 2)
 
 
 def _indices(node: Node) -> Sequence[Any]:

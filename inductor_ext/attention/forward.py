@@ -13,7 +13,7 @@ import torch
 
 from ..core.report import STOCK, leave_to_stock, record, user_line
 from ..core.target import Target
-from ..core.templates import Listed, load
+from ..core.templates import load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
@@ -76,8 +76,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
     tables = tile_tables(score_graph, call.kernel_options, call.captured, lengths(node))
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
-    (score_buffer, reads, read_buffers), mask_buffer = inlining.score(score_graph), inlining.mask(mask_graph)
-    subgraphs = [score_buffer, mask_buffer, *read_buffers]
+    score = inlining.score(score_graph)
+    subgraphs = [score.score, inlining.mask(mask_graph), *score.before]
 
     size = [batch, heads, length, call.value.get_size()[-1]]
     layout = fixed_layout(device, dtype, size, dense_strides(size, query.get_stride()))
@@ -93,14 +93,15 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
-    template_options.update(tables.options() | inlining.options() | {"READS": Listed(reads)})
+    template_options.update(tables.options() | inlining.options() | score.options())
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
         has = {
             "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
-            "reads": any(read.by_query and read.by_key for read in reads),
-            "chained reads": score_graphs.has_chained_reads(score_graph),
+            "reads": any(read.by_query and read.by_key for read in score.reads),
+            # Those that no block needs as a rule do not decide.
+            "chained reads": score_graphs.has_chained_reads(score_graph) and not score.conditional,
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
             "dropout": template_options["DROPOUT"],

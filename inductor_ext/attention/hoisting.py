@@ -14,6 +14,7 @@ bucket lookup scatters Q + K values for each head, not Q * K.
     pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, or larger ones of lookups in rows)
 
 The pass applies these rules, in this order:
+    lookups at the difference of captured positions are separated from those at ``k - q`` (restarts.py);
     a learned term of the result that does not depend on the key is dropped if nobody asks for the logsumexp, because
     softmax cancels it;
     inner products that are added to the score become columns of the query and the key (columns.py);
@@ -37,6 +38,7 @@ from ..core import depend  # noqa: F401  (registers gradfuse::depend)
 from ..core.dynamo_graph import Inserter
 from ..core.fx import cone, fake_tensor, indices_of, name_of, working_dtype
 from ..core.report import record, user_line
+from ..core.target import Target
 from ..options import Options
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import flex_attention_hop
@@ -49,6 +51,7 @@ from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
 from .kinds import NONE, PAIR, FootprintKind
 from .no_mask import hides_nothing
+from .restarts import Restarts, separate_distances
 from .row_lookups import LARGEST_TABLE, row_lookups
 from .score_mod import ScoreMod
 from .tables import Tables
@@ -85,24 +88,29 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 
 def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     call = ForwardCall.of(node)
-    captured = call.captured
     module = getattr(gm, call.score_mod.target)
-    graph = Graph()
-    returned = graph.graph_copy(module.graph, {})
-    graph.output(returned)
-    extents = _extents(call.query, call.key)
+    graph, extents, outer = Graph(), call.extents, Inserter(gm.graph, node)
+    graph.output(graph.graph_copy(module.graph, {}))
+    mask_mod = getattr(gm, call.mask.mask_mod.target)
+    masked = not hides_nothing(call, mask_mod)
+    restarts = Restarts()
+    if Target.of(fake_tensor(call.query).device).triton:
+        with gm.graph.inserting_before(node):
+            restarts = separate_distances(graph, call, mask_mod if masked else None, outer, LARGEST_PAIR_TABLE)
+    captured = [*call.captured, *restarts.operands]
     known = footprints(graph, extents)
     tables = Tables(
-        Inserter(gm.graph, node),
+        outer,
         graph,
         call.query,
         call.key,
         dict(zip(ScoreMod.of(graph).captured, captured, strict=True)),
         inexact_integers(graph, extents),
-        masked=not hides_nothing(call, getattr(gm, call.mask.mask_mod.target)),
+        masked,
+        hypothetical=restarts.lookups,
         row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
     )
-    hoist = _Hoist(graph, known, list(captured), tables)
+    hoist = _Hoist(graph, known, list(captured), tables, [("distances", text) for text in restarts.done])
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         query, key = hoist.append_columns(Columns(call, tables, known))
@@ -122,12 +130,6 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
     node.args = replace(call, kernel_options=kernel_options).operands()
     for path, why in hoist.done:
         record(NAME, "flex_attention", path, why, user_line(node))
-
-
-def _extents(query: Node, key: Node) -> list[Any]:
-    """Return the numbers of values of b, h, q and k."""
-    shape = fake_tensor(query).shape
-    return [*shape[:3], fake_tensor(key).shape[2]]
 
 
 def _is_vector(node: Node) -> bool:

@@ -23,7 +23,7 @@ from .blocks import Block, block
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
 from .score_mod import ScoreMod, output_nodes, returning
-from .tile_inputs import Coordinate, EarlyRead, coordinate_of, values_read_early
+from .tile_inputs import ConditionalTile, Coordinate, EarlyRead, condition_of, coordinate_of, values_read_early
 from .tile_tables import TileTables, reads_of
 from .writers import Writers, writers
 
@@ -44,7 +44,8 @@ class InlinedContribution:
     its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
     to be run on all positions at once, or None where that is not needed. by_entry: offset and in_bounds of its
     ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query. inside: whether a score is
-    strictly between the bounds of all clamps of the index, if those have one writer; otherwise empty.
+    strictly between the bounds of all clamps of the index, if those have one writer; otherwise empty. condition: that of
+    the contribution, or empty.
     """
 
     contribution: Contribution
@@ -55,6 +56,25 @@ class InlinedContribution:
     address: GraphModule | None = None
     by_entry: list[Any] = field(default_factory=list)
     inside: list[Any] = field(default_factory=list)
+    condition: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LoweredScore:
+    """A score_mod's subgraphs.
+
+    score: its result. before: what is computed before it, the values that are read early and conditions of blocks. reads,
+    conditional: what these are for, by their numbers among those.
+    """
+
+    score: Any
+    before: list[Any]
+    reads: list[EarlyRead]
+    conditional: list[ConditionalTile]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options for the templates."""
+        return {"READS": Listed(self.reads), "CONDITIONAL_TILES": Listed(self.conditional)}
 
 
 @dataclass(frozen=True)
@@ -73,14 +93,25 @@ class Inlining:
     tables: TileTables
     coordinates: dict[str, Coordinate] = field(default_factory=dict)
 
-    def score(self, module: GraphModule) -> tuple[Any, list[EarlyRead], list[Any]]:
-        """Lower the score of a score_mod. Return it, what it reads early, and a subgraph for each of these."""
+    def score(self, module: GraphModule) -> LoweredScore:
+        """Lower the score of a score_mod, and what the kernel reads for a tile before it."""
         module = returning(module, output_nodes(module.graph))
         graph, inputs = module.graph, ScoreMod.of(module.graph)
         by_tile = [inputs.captured[table.owner] for table in self.tables.tables]
         found = values_read_early(graph, inputs, by_tile)
-        values = [self._lowered(returning(module, [node]), ScoreMod.of, _SCORE)[0] for node in found]
-        reads = [EarlyRead(i, inputs.q in cone(node), inputs.k in cone(node)) for i, node in enumerate(found)]
+        unless = [condition_of([node], graph, inputs, 2) for node in found]
+        only_if = [condition_of(reads_of(table), graph, inputs, 1) for table in by_tile]
+        before = list(dict.fromkeys([*found, *(c for c in (*unless, *only_if) if c is not None)]))
+        lowered = [self._lowered(returning(module, [node]), ScoreMod.of, _SCORE)[0] for node in before]
+        reads = [
+            EarlyRead(i, inputs.q in cone(node), inputs.k in cone(node), None if c is None else before.index(c))
+            for i, (node, c) in enumerate(zip(found, unless, strict=True))
+        ]
+        conditional = [
+            ConditionalTile(table.name, before.index(c))
+            for table, c in zip(self.tables.tables, only_if, strict=True)
+            if c is not None
+        ]
         last = graph.find_nodes(op="placeholder")[-1]
         for read, node in zip(reads, found, strict=True):
             with graph.inserting_after(last):
@@ -91,7 +122,7 @@ class Inlining:
         module.recompile()
         early = [input_buffer(read.name, torch.float32, self.device) for read in reads]
         (buffer,) = self._lowered(module, ScoreMod.of, _SCORE, early)
-        return buffer, reads, values
+        return LoweredScore(buffer, lowered, reads, conditional)
 
     def options(self) -> dict[str, Any]:
         """Return the template option with the coordinates, once everything is lowered."""
@@ -126,7 +157,11 @@ class Inlining:
         strides = contiguous_strides(contribution.shape)
         matrices = block(contribution.indices, contribution.shape, strides, joint.inputs, self.lengths)
         if not in_order:
-            forms = {"by_entry": self._by_entry(joint, contribution), "inside": self._inside(joint, written_by)}
+            forms = {
+                "by_entry": self._by_entry(joint, contribution),
+                "inside": self._inside(joint, written_by),
+                "condition": self._condition(joint, contribution),
+            }
             return InlinedContribution(contribution, written_by, matrices, buffers, checked, **forms)
         if contribution.plain:
             return InlinedContribution(contribution, written_by, matrices, buffers, checked)
@@ -166,6 +201,12 @@ class Inlining:
         output.args = ([inside],)
         module.recompile()
         return self._lowered(module, ScoreMod.of_joint, _JOINT)
+
+    def _condition(self, joint: JointGraph, contribution: Contribution) -> list[Any]:
+        """Lower the condition of blocks in which there is something to add."""
+        if contribution.condition is None:
+            return []
+        return self._lowered(returning(joint.module, [contribution.condition[0]]), ScoreMod.of_joint, _JOINT)
 
     def _address(self, joint: JointGraph, contribution: Contribution) -> tuple[GraphModule, bool]:
         module = returning(joint.module, contribution.indices)

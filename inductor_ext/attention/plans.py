@@ -83,7 +83,14 @@ class Plan:
             entries=self.entries,
             copies=copies,
             inside=self.inside,
+            adds_where=self.adds_where,
         )
+
+    @property
+    def adds_where(self) -> bool | None:
+        """Whether the condition of blocks must hold for something to be added, or None if there is none that counts."""
+        condition = self.contribution.condition
+        return condition[1] if condition and self.reduction in (Reduction.SCATTER, Reduction.STRIP) else None
 
     @property
     def crowded(self) -> bool:
@@ -136,7 +143,7 @@ class TemplateContribution:
     tile of keys whose length is a multiple of key_cycle, so that a program sums its tiles before it adds them. may_share: a
     tile may have few entries. block: as in a plan. query_dim: the dim with few entries for queries, if key programs sum by
     entry, otherwise None. entries: the number of sums for each key. copies: the number of copies of the gradient.
-    inside: as in a plan.
+    inside, adds_where: as in a plan.
     """
 
     number: int
@@ -162,12 +169,14 @@ class TemplateContribution:
     entries: int
     copies: int
     inside: bool
+    adds_where: bool | None
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of its subgraphs, in order."""
         entry = () if self.query_dim is None else ("entry", "entry_in_bounds")
-        return ("value", *entry, "offset", "in_bounds", *(("inside",) if self.inside else ()))
+        condition = () if self.adds_where is None else ("condition",)
+        return ("value", *entry, "offset", "in_bounds", *(("inside",) if self.inside else ()), *condition)
 
     @property
     def by_key_program(self) -> bool:

@@ -34,6 +34,7 @@ class Tables:
     captured: the placeholders of captured tensors in ``inner``, with their values in ``outer``.
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
     range, so lookups must not assert.
+    hypothetical: reads whose value counts under a condition only, so that their index may be out of range elsewhere.
     row_lookups: see row_lookups.py. operands: the tables, which the score_mod captures in addition to ``captured``. kinds:
     the kinds of these tables.
     """
@@ -45,6 +46,7 @@ class Tables:
     captured: dict[Node, Any]
     inexact: set[Node]
     masked: bool
+    hypothetical: set[Node] = field(default_factory=set)
     row_lookups: dict[Node, bool] = field(default_factory=dict)
     operands: list[Node] = field(default_factory=list)
     kinds: dict[Node, FootprintKind] = field(default_factory=dict)
@@ -68,6 +70,13 @@ class Tables:
         grid = self._grid(footprint)
         value = self._outside(vector, grid, {})
         return self.outer.function(torch.broadcast_to, value, [*grid[-1], fake_tensor(vector).shape[0]])
+
+    def outside(self, node: Node, grid: tuple[Any, ...]) -> Node:
+        """Return the values of a node of the score_mod on a grid.
+
+        grid: b, h, q and k as nodes of the outer graph that broadcast, None if it does not depend on one, and their shape.
+        """
+        return self._outside(node, grid, {})
 
     # ------------------------------------------------ outside: the table
 
@@ -149,7 +158,9 @@ class Tables:
         elif node.target is operator.getitem:
             table, indices = node.args[0], indices_of(node)
             shape = fake_tensor(table).shape
-            safe = tuple(self._safe(self._outside(i, grid, done), shape[d], table, d) for d, i in enumerate(indices))
+            clamped = self.masked or node in self.hypothetical
+            places = [self._outside(i, grid, done) for i in indices]
+            safe = tuple(self._safe(i, shape[d], table, d) if clamped else i for d, i in enumerate(places))
             read = self.outer.function(operator.getitem, self._outside(table, grid, done), safe)
             number = fake_tensor(node).dim() == 0 and not any(isinstance(i, Node) for i in indices)
             done[node] = self._one_element(read) if number else read
@@ -173,8 +184,10 @@ class Tables:
         by_key = self.row_lookups[node]
         table, place = node.args[0], indices_of(node)[-1]
         batch, heads, length, bins = fake_tensor(table).shape
-        index = self._safe(self._outside(place, grid, done), bins, table, 3)
-        if not self.masked:
+        index = self._outside(place, grid, done)
+        if self.masked:
+            index = self._safe(index, bins, table, 3)
+        else:
             index = call(torch.where, call(operator.lt, index, 0), call(operator.add, index, bins), index)
         columns = grid[-1][3]
         index = call(torch.broadcast_to, method("long", index), [1, 1, *grid[-1][2:]])
@@ -223,8 +236,8 @@ class Tables:
         return casts[0] if casts and fake_tensor(operand).requires_grad else operand
 
     def _safe(self, index: Any, size: Any, table: Node, dim: int) -> Any:
-        """Wrap and clamp an index under a mask: the index of a hidden position may be out of range, and must not assert."""
-        if not self.masked or not isinstance(index, Node):
+        """Wrap and clamp an index. That of a position that a mask hides may be out of range, and must not assert."""
+        if not isinstance(index, Node):
             return index
         if not isinstance(size, int):
             size = self.outer.method("size", self.captured[table], dim)

@@ -94,7 +94,7 @@ def is_permutation(node: Node) -> bool:
         return True
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return _orders_all(node)
-    if _is_iota(node) or _is_rotated_iota(node):
+    if is_iota(node) or _is_rotated_iota(node):
         return True
     if node.target in (aten.flip.default, prims.rev.default):
         return is_permutation(node.args[0])
@@ -105,7 +105,8 @@ def is_permutation(node: Node) -> bool:
     return stored_inverse(node) is not None
 
 
-def _is_iota(node: Node) -> bool:
+def is_iota(node: Node) -> bool:
+    """Whether ``node`` is 0, 1, 2..."""
     if node.target is prims.iota.default:
         counts = node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
     else:
@@ -121,7 +122,7 @@ def _is_rotated_iota(node: Node) -> bool:
     if total.target is not aten.add.Tensor or total.kwargs or not isinstance(total.args[1], int) or total.args[1] < 0:
         return False
     # The sum must not overflow. No value is negative, so fmod is the remainder.
-    return _is_iota(total.args[0]) and holds_integers(value_of(total).dtype, 0, numel(node) + total.args[1])
+    return is_iota(total.args[0]) and holds_integers(value_of(total).dtype, 0, numel(node) + total.args[1])
 
 
 def sorted_tensor(node: Node) -> Node | None:
@@ -198,10 +199,10 @@ def _divided(node: Node) -> Repeated | None:
 
 def _repeated_iota(node: Node) -> Repeated | None:
     """The proof for a repeated arange, by element or as a whole: [S], [S, 1] or [1, S] expanded, or ``repeat(k)``."""
-    if node.target is aten.repeat.default and _is_iota(same_values(node.args[0])) and len(node.args[1]) == 1:
+    if node.target is aten.repeat.default and is_iota(same_values(node.args[0])) and len(node.args[1]) == 1:
         times = node.args[1][0]
         return Repeated(None, numel(node), times, strided=True) if isinstance(times, int) and times > 0 else None
-    if node.target is not aten.expand.default or not _is_iota(same_values(node.args[0])):
+    if node.target is not aten.expand.default or not is_iota(same_values(node.args[0])):
         return None
     before, after = shape_of(node.args[0]), shape_of(node)
     if len(before) > 2 or len(after) != 2 or not all(isinstance(n, int) for n in (*before, *after)):

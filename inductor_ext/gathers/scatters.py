@@ -5,6 +5,7 @@ how an index was computed (in the backward graph it is a placeholder), so this p
 
     scatter into rows 0 .. S-1                     becomes
     bins within rows, the same in many slices      bin_sums: the values of each bin added by a product with a one-hot matrix
+    few elements of a matrix, many values each     the same in parts (crowded.py)
     by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
@@ -33,6 +34,7 @@ from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import size_hint
+from .crowded import add_in_parts
 from .inverses import inverse
 from .permutations import names_once, repeated
 from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
@@ -89,7 +91,7 @@ class _Rewriter:
             if found.factor != 1:
                 values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
                 found = replace(found, values=values, factor=1)
-            forms = (self._gathered, self._stored, self._segmented, self._widened)
+            forms = (self._gathered, self._stored, self._in_parts, self._segmented, self._widened)
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
                 self._replace(found.node, *result)
@@ -174,6 +176,11 @@ class _Rewriter:
         zeros = self._zeros(found.base, value_of(found.values).dtype)
         stored = self.build.call(aten.index_put.default, zeros, list(found.indices), found.values, False)
         return self._onto(found.base, self.build.wide(stored)), "store", "the indices have no duplicates"
+
+    def _in_parts(self, found: ScatterAdd) -> _Found | None:
+        """On a GPU, if few elements of a matrix get many values each: add these by ``bin_sums``."""
+        total = add_in_parts(self.build, found)
+        return None if total is None else (self._onto(found.base, total), "bins", "few elements get many values each")
 
     def _segmented(self, found: ScatterAdd) -> _Found | None:
         """On a GPU, if it is faster than atomics or required: sort the index, and add the values of each row in order."""

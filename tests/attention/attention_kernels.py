@@ -30,7 +30,7 @@ def scaled_and_gathered(table, **options):
     document = torch.arange(LENGTH) // 50
 
     def score_mod(s, b, h, i, j):
-        return s * table[h, 0] + table[h, document[i] - document[j]]
+        return s * table[h, 0] + table[h, document[i] + document[j]]
 
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
@@ -63,12 +63,23 @@ def pairs_of_segments(table, **options):
     return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, **options)
 
 
+def packed_documents(table, **options):
+    """T5's buckets, simplified, of positions that restart in each document."""
+    position, document = torch.arange(LENGTH) % 100, torch.arange(LENGTH) // 100
+    mask = create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, LENGTH, LENGTH, device="cpu")
+
+    def score_mod(s, b, h, i, j):
+        return s + table[h, (position[j] - position[i]).abs().clamp(1).log().long()]
+
+    return lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+
+
 def with_dropout(table, **options):
     options = {**(options.pop("kernel_options") or {}), **dropout(0.1)}
     return lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * table[h, 0], kernel_options=options)
 
 
-_OF_MODELS = (rows_and_columns_of_an_image, relative_shift, pairs_of_segments)
+_OF_MODELS = (rows_and_columns_of_an_image, relative_shift, pairs_of_segments, packed_documents)
 ATTENTIONS = {f.__name__: f for f in (unmasked, causal, relative, scaled_and_gathered, with_dropout, *_OF_MODELS)}
 
 

@@ -52,3 +52,33 @@ def test_relative_shift(case, masked):
 def test_relative_shift_is_the_same_in_every_deterministic_run():
     case = dataclasses.replace(relative_shift(256, (2,)), length=256, dim=64, dtype=torch.bfloat16)
     case.check("cuda", options={"deterministic": True})
+
+
+def packed(length, dim, dtype, kind):
+    """T5's buckets of positions that restart in each document of 200, or that do not follow each other in half of the keys."""
+    generator = torch.Generator().manual_seed(0)
+    position = torch.arange(length) % 200
+    if kind == "scattered":
+        position[length // 2 :] = torch.randint(0, 200, (length - length // 2,), generator=generator)
+
+    def bias(t):
+        on_device = position.to(t["t"].device)
+
+        def score_mod(s, b, h, q, k):
+            return s + t["t"][(on_device[k] - on_device[q]).abs().clamp(1).log().long(), h]
+
+        return score_mod
+
+    mask = (lambda b, h, q, k: q // 200 == k // 200) if kind == "documents" else None
+    return Case("packed", {"t": (8, 4)}, bias, bias, mask=mask, heads=4, kv_heads=2, length=length, dim=dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["documents", "plain", "scattered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("length, dim", [(97, 64), (1000, 64), (640, 64), (384, 128), (1000, 32)])
+def test_packed_documents(length, dim, dtype, kind):
+    packed(length, dim, dtype, kind).check("cuda")
+
+
+def test_packed_documents_are_the_same_in_every_deterministic_run():
+    packed(640, 64, torch.bfloat16, "scattered").check("cuda", options={"deterministic": True})

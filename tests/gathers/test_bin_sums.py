@@ -161,3 +161,60 @@ def test_sums_onto_a_base(options):
 @INTERPRETED
 def test_emitted_kernel():
     snapshots.check(__file__, "bin_sums", body(bin_sums_kernel()))
+
+
+def matrix(by, negative=False):
+    """A lookup of 8191 distances and 16 heads in a matrix of 32 buckets, ``t[bucket, h]`` or ``t[h, bucket]``."""
+    distance = torch.arange(8191) - 4095
+    bucket = distance.abs().clamp(max=31) - (32 if negative else 0)
+
+    def function(t):
+        b, h = bucket.to(t.device)[None, :], torch.arange(16, device=t.device)[:, None]
+        return t[b, h] if by == 0 else t[h, b]
+
+    return function, torch.randn((32, 16) if by == 0 else (16, 32))
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("by", [0, 1])
+def test_few_elements_of_a_matrix_with_many_values_each(by, negative, device):
+    function, t = matrix(by, negative)
+    t = t.to(torch_device(device)).requires_grad_()
+    torch._dynamo.reset()
+    with scope(device), collect() as report:
+        y = torch.compile(function, backend="gradfuse", dynamic=False)(t)
+        weight = torch.randn_like(y)
+        (got,) = torch.autograd.grad(y, t, weight)
+    exact = t.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(function(exact), exact, weight.double())
+    assert [d.path for d in report.decisions if d.pass_name == "scatters"] == ["bins"]
+    assert relative_error(got, want) < 1e-5
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "function, shape",
+    [
+        pytest.param(
+            lambda t: t[torch.arange(8000)[None, :] % 8, (torch.arange(16) + 1)[:, None]], (8, 17), id="other heads"
+        ),
+        pytest.param(lambda t: t[torch.arange(8000)[None, :] % 8, torch.arange(16)[:, None]], (8, 20), id="fewer heads"),
+        pytest.param(lambda t: t[torch.arange(80)[None, :] % 8, torch.arange(16)[:, None]], (8, 16), id="few values"),
+        pytest.param(
+            lambda t: t[torch.arange(8000)[None, :] % 800, torch.arange(16)[:, None]], (800, 16), id="many elements"
+        ),
+    ],
+)
+def test_other_lookups_in_a_matrix(function, shape):
+    t = torch.randn(shape, requires_grad=True)
+    torch._dynamo.reset()
+    with triton_on_cpu(), collect() as report:
+        y = torch.compile(function, backend="gradfuse", dynamic=False)(t)
+        weight = torch.randn_like(y)
+        (got,) = torch.autograd.grad(y, t, weight)
+    exact = t.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(function(exact), exact, weight.double())
+    assert "bins" not in [d.path for d in report.decisions if d.pass_name == "scatters"]
+    assert relative_error(got, want) < 1e-5
