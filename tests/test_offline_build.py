@@ -108,7 +108,8 @@ def kernel_options(direction, config):
 SPILLS = {("relative", 90, "backward"): 352, ("scaled_and_gathered", 90, "backward"): 32}
 #: Nobody has timed a smaller tile here.
 SPILLS |= {("with_dropout", 80, "backward"): 16, ("with_dropout", 90, "backward"): 8}
-SPILLS |= {("packed_documents", 90, "backward"): 48, ("packed_documents", 100, "forward"): 48}
+SPILLS |= {("packed_documents", 90, "backward"): 48}
+SPILLS |= {("packed_documents", 100, "forward"): 48, ("packed_documents", 100, "backward"): 16}
 
 
 def builds(names, quick):
@@ -195,6 +196,16 @@ def test_contributions_of_other_shapes_build_side_by_side(builder, monkeypatch):
     assert "= tl.sum(tl.where(entry_1 == shared" in source
     assert "total = tl.sum(addend" in source
     builder.build(source, 90, 4, 3)
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("length", [97, 100, 200])
+def test_a_condition_of_one_block_is_a_number(builder, monkeypatch, length):
+    """Where there is one block only, its condition is loaded as a scalar (found on a GPU with 97 tokens)."""
+    monkeypatch.setattr("tests.attention.attention_kernels.LENGTH", length)
+    for source in sources("packed_documents", arch=90).values():
+        assert "if tl.min(spared" in source
+        builder.build(source, 90, 4, 1)
 
 
 @pytest.mark.breadth(0)

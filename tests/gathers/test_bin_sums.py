@@ -165,11 +165,12 @@ def test_emitted_kernel():
 
 def matrix(by, negative=False):
     """A lookup of 8191 distances and 16 heads in a matrix of 32 buckets, ``t[bucket, h]`` or ``t[h, bucket]``."""
-    distance = torch.arange(8191) - 4095
-    bucket = distance.abs().clamp(max=31) - (32 if negative else 0)
 
     def function(t):
-        b, h = bucket.to(t.device)[None, :], torch.arange(16, device=t.device)[:, None]
+        # Inside of the function, so that a cache does not take one case for another.
+        distance = torch.arange(8191, device=t.device) - 4095
+        b = distance.abs().clamp(max=31)[None, :] - (32 if negative else 0)
+        h = torch.arange(16, device=t.device)[:, None]
         return t[b, h] if by == 0 else t[h, b]
 
     return function, torch.randn((32, 16) if by == 0 else (16, 32))
