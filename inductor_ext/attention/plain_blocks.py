@@ -35,10 +35,24 @@ def can_tell_blocks(call: ForwardCall, mask_mod: GraphModule | None) -> bool:
         sizes != (LARGEST_TILE, LARGEST_TILE) or shape_of(call.mask.full_kv_indices)[2:] != _blocks(call)
     ):
         return False
-    _b, h, _q, _k, *_captured = mask_mod.graph.find_nodes(op="placeholder")
-    ops = [n for n in mask_mod.graph.nodes if n.op not in ("placeholder", "output")]
-    known = all(n.target is operator.getitem or is_pointwise(name_of(n), len(n.args)) for n in ops)
-    return known and not h.users and impurity(mask_mod.graph) is None
+    _b, h, _q, _k, *captured = mask_mod.graph.find_nodes(op="placeholder")
+    if h.users or impurity(mask_mod.graph) is not None:
+        return False
+    # On a grid, a number that is captured as a tensor would not count in the dtype of a result, and floats may round otherwise.
+    if not all(fake_tensor(x) is not None and fake_tensor(x).dim() > 0 for x in captured):
+        return False
+    nodes = [n for n in mask_mod.graph.nodes if n.op != "output"]
+    if any(fake_tensor(n) is not None and fake_tensor(n).is_floating_point() for n in nodes):
+        return False
+    return all(_is_of_numbers(n) for n in nodes if n.op != "placeholder")
+
+
+def _is_of_numbers(node: Node) -> bool:
+    """Return whether a node of a mask reads one element of a captured tensor, or computes a number from numbers."""
+    if node.target is operator.getitem:
+        return node.args[0].op == "placeholder" and fake_tensor(node) is not None and fake_tensor(node).dim() == 0
+    tensors = len(node.args) if all(isinstance(a, Node) for a in node.args) else 0
+    return is_pointwise(name_of(node), tensors)
 
 
 def _blocks(call: ForwardCall) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ def _reads(graph: Graph, inputs: ScoreMod, position: Node) -> dict[Node, list[No
 def _separable(node: Node, known: dict[Node, Footprint], assumed: dict[Node, Footprint]) -> bool:
     """Return whether a node is a float that a lookup at a distance of positions decides, and nothing else of a pair."""
     value, footprint = fake_tensor(node), known.get(node)
-    if node.op not in ("call_function", "call_method") or footprint is None or footprint.unknown or footprint.score:
+    # Only the lookup itself: arithmetic around it may have no number at distances that no document has (a root, a quotient).
+    if node.target is not operator.getitem or footprint is None or footprint.unknown or footprint.score:
         return False
     diagonal = footprint.kind is PAIR and assumed[node].kind is BY_NAME["diagonal"] and not assumed[node].unknown
     return diagonal and value is not None and value.dim() == 0 and value.is_floating_point() and bool(_lookups(node, known))
