@@ -38,7 +38,7 @@ def can_tell_blocks(call: ForwardCall, mask_mod: GraphModule | None) -> bool:
     _b, h, _q, _k, *captured = mask_mod.graph.find_nodes(op="placeholder")
     if h.users or impurity(mask_mod.graph) is not None:
         return False
-    # On a grid, a number that is captured as a tensor would not count in the dtype of a result, and floats may round otherwise.
+    # On a grid, a captured number would not count in the dtype of a result, and floats may round otherwise.
     if not all(fake_tensor(x) is not None and fake_tensor(x).dim() > 0 for x in captured):
         return False
     nodes = [n for n in mask_mod.graph.nodes if n.op != "output"]
