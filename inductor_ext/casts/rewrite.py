@@ -6,8 +6,9 @@
     slice(cast(x)) to a wider type, of every user       cast(slice(x))
     cast(mm(half, half), fp32) that leaves the graph    mm with fp32 output, on a GPU: not rounded to half precision
 
-The first four rewrites change no bit. A chain f32 -> bf16 -> f32 stays, because it rounds. The last rewrite is more exact
-than eager mode (an fp16 gradient above 65504 is not inf), and it is disabled by Inductor's ``emulate_precision_casts``.
+The first four rewrites change no bit, and leave casts that must be copies (copies.py). A chain f32 -> bf16 -> f32 stays,
+because it rounds. The last rewrite is more exact than eager mode (an fp16 gradient above 65504 is not inf), and it is
+disabled by Inductor's ``emulate_precision_casts``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch.fx import Node
 
 from ..core.fx import HALF, VIEWS, cast_of, fill_of, value_of
 from ..core.joint_graph import Builder, after_tangents
-from ..core.purity import base, viewed, written
+from ..core.purity import base, viewed
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.config import inductor_config
 from ..torch_api.sizes import size_hint
+from .copies import Copies, escapes, strides_are_read
 from .moves import PARTS, element_dtype, holds, moved
 
 NAME = "casts"
@@ -37,14 +39,15 @@ _OUT_DTYPE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 def rewrite(build: Builder, options: Options) -> None:
     """Rewrite the casts of a joint graph in place. Another run changes nothing."""
-    trips = _RoundTrips(build)
+    copies = Copies(build.graph)
+    trips = _RoundTrips(build, copies)
     for node in list(build.graph.nodes):
         if cast_of(node) is not None and node.users:
             trips.shorten(node)
     # Start at the end, so that a slice of a slice is rewritten before the slice.
     for node in reversed(list(build.graph.nodes)):
         if cast_of(node) is not None and node.users:
-            _cast_fewer(build, node)
+            _cast_fewer(build, copies, node)
 
 
 def widen_matmuls(build: Builder, options: Options) -> None:
@@ -60,18 +63,20 @@ def widen_matmuls(build: Builder, options: Options) -> None:
 class _RoundTrips:
     """Finds the tensor from which a node's values were cast, and applies to it the ops that moved them after the cast."""
 
-    def __init__(self, build: Builder) -> None:
+    def __init__(self, build: Builder, copies: Copies) -> None:
         self.build = build
+        self._copies = copies
         self._has: dict[tuple[Node, torch.dtype], bool] = {}
         self._made: dict[tuple[Node, torch.dtype], Node] = {}
         self._sources: dict[Node, torch.dtype | None] = {}
-        self._written = written(build.graph)
 
     def shorten(self, cast: Node) -> None:
         """If the operand of a cast was cast to a type that holds its source, replace the cast by one from the source."""
         operand, target = cast_of(cast), element_dtype(cast)
         source = self._source(operand)
         if source is None or source is element_dtype(operand) or not self._exists(operand, source):
+            return
+        if strides_are_read(cast):
             return
         if target is not source and not (target.is_floating_point and target.itemsize >= 4):
             return
@@ -82,7 +87,9 @@ class _RoundTrips:
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
         owner = base(result)
-        if returned and (owner in self._written or (owner.op == "call_function" and _escapes(owner))):
+        if self._copies.kept(cast, result):
+            return
+        if returned and (owner in self._copies.written or (owner.op == "call_function" and escapes(owner))):
             # The cast keeps the value before a write to the tensor, or it is one of two results that must be two tensors.
             return
         with self.build.before(cast):
@@ -193,12 +200,6 @@ def _reaches_output(node: Node) -> bool:
     return any(user.op == "output" or (viewed(user) is not None and _reaches_output(user)) for user in node.users)
 
 
-def _escapes(node: Node) -> bool:
-    """Whether the graph returns a tensor, a view of it, or a copy of it, since stock may remove the copy."""
-    passed_on = (u for u in node.users if viewed(u) is not None or u.target is aten.clone.default)
-    return any(user.op == "output" for user in node.users) or any(map(_escapes, passed_on))
-
-
 def _bytes(node: Node) -> str:
     sizes = [size_hint(n) for n in value_of(node).shape]
     if None in sizes:
@@ -209,24 +210,26 @@ def _bytes(node: Node) -> str:
     return str(total)
 
 
-def _cast_fewer(build: Builder, cast: Node) -> None:
+def _cast_fewer(build: Builder, copies: Copies, cast: Node) -> None:
     """Move a widening cast before an expand, or behind slices if only slices of its result are used."""
     source, target = cast_of(cast), element_dtype(cast)
     if not holds(target, element_dtype(source)) or target is element_dtype(source) or _reaches_output(cast):
+        return
+    if strides_are_read(cast):
         return
     if source.target is aten.expand.default and len(source.users) == 1:
         with build.before(cast):
             inner = build.convert(source.args[0], target)
             result = build.call(source.target, inner, *source.args[1:], **source.kwargs)
         build.replace(cast, result)
-        _cast_fewer(build, inner)
-    elif cast.users and all(user.target in PARTS for user in cast.users):
+        _cast_fewer(build, copies, inner)
+    elif cast.users and all(user.target in PARTS and not copies.kept(user, source, part=True) for user in cast.users):
         for user in list(cast.users):
             with build.before(user):
                 part = build.call(user.target, source, *user.args[1:], **user.kwargs)
                 result = build.convert(part, target)
             build.replace(user, result)
-            _cast_fewer(build, result)
+            _cast_fewer(build, copies, result)
         build.graph.erase_node(cast)
 
 

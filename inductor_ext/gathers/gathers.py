@@ -172,7 +172,9 @@ def _reorder(build: Builder, region: _Region) -> None:
 
     def operand(node: Node) -> Node:
         if node not in reordered:
-            by_row = value_of(node).dim() > 0 and statically_known_true(value_of(node).shape[0] == rows)
+            # A node may also be a symbolic size.
+            shape = value_of(node).shape if fake_tensor(node) is not None else ()
+            by_row = len(shape) > 0 and statically_known_true(shape[0] == rows)
             # The unchecked op is not used: the partitioner would save its result for the backward, not recompute it.
             reordered[node] = build.call(aten.index.Tensor, node, [indices]) if by_row else node
         return reordered[node]

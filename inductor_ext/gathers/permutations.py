@@ -90,8 +90,10 @@ def is_permutation(node: Node) -> bool:
     node = same_values(node)
     if node.op != "call_function" or fake_tensor(node) is None:
         return False
-    if sorted_tensor(node) is not None or node.target is aten.randperm.default:
+    if sorted_tensor(node) is not None:
         return True
+    if node.target is aten.randperm.default:
+        return holds_integers(value_of(node).dtype, 0, numel(node) - 1)
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return _orders_all(node)
     if is_iota(node) or _is_rotated_iota(node):
@@ -191,7 +193,8 @@ def _divided(node: Node) -> Repeated | None:
     if not statically_known_true(divisor > 0) or not holds_integers(value_of(node.args[0]).dtype, 0, divisor):
         return None
     if node.target in _REMAINDERS:
-        static = isinstance(divisor, int) and isinstance(length, int)
+        # Nothing is 0 times every row, of any number of rows.
+        static = isinstance(divisor, int) and isinstance(length, int) and length > 0
         return Repeated(inner, length, length // divisor, strided=True) if static and length % divisor == 0 else None
     floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
     return Repeated(inner, length, node.args[1]) if floor else None

@@ -53,7 +53,7 @@ def match(node: Node) -> ScatterAdd | None:
         return ScatterAdd(node, base, tuple(indices), values) if any(accumulate) else None
     if node.target is aten._unsafe_masked_index_put_accumulate.default:
         base, mask, indices, values = node.args
-        keep = row_mask(mask, indices)
+        keep = row_mask(mask, indices, base)
         return ScatterAdd(node, base, tuple(indices), values, keep) if keep is not None else None
     if node.target is aten.index_add.default:
         base, dim, index, values = node.args
@@ -134,10 +134,14 @@ def _sums_onto_base(node: Node) -> bool:
     return len(node.args) == 5 and node.args[4] == "sum"
 
 
-def row_mask(mask: Node, indices: Any) -> Node | None:
-    """``mask`` [*index, 1, ...] as a mask of the only index; None if there are more, or if it also selects within a row."""
+def row_mask(mask: Node, indices: Any, base: Node) -> Node | None:
+    """``mask`` [*index, 1, ...] as a mask of the only index of ``base``, or None.
+
+    It is None if there are more indices, or if it also selects within a row. A mask with fewer dims than the values does, as
+    it is aligned on the right.
+    """
     (index,) = indices if len(indices) == 1 else (None,)
-    if index is None:
+    if index is None or value_of(mask).dim() != value_of(index).dim() + value_of(base).dim() - 1:
         return None
     shape, dims = shape_of(index), shape_of(mask)
     if not same_sizes(dims[: len(shape)], shape) or not all(statically_known_true(n == 1) for n in dims[len(shape) :]):

@@ -187,7 +187,7 @@ class _Rewriter:
         if not Target.of(value_of(found.node).device).triton:
             return None
         values, masked = narrow_source(found.values)
-        left_out = row_mask(masked, found.indices) if masked is not None else None
+        left_out = row_mask(masked, found.indices, found.base) if masked is not None else None
         if masked is not None and left_out is None:
             values = found.values
         if not found.indexed or not self._worth_sorting(found, value_of(values).dtype):

@@ -61,8 +61,13 @@ def _just_flipped(xs: Sequence[Node], node: Node) -> bool:
 
     No node between the flips and ``node`` may be able to change the tensors that are flipped.
     """
+
+    def harmless(before: Node) -> bool:
+        of_flips = bool(before.all_input_nodes) and set(before.all_input_nodes) <= set(xs) and not changes_in_place(before)
+        return before.op == "get_attr" or before in xs or of_flips
+
     before = node.prev
-    while before.op == "get_attr" or before in xs or (before.all_input_nodes and set(before.all_input_nodes) <= set(xs)):
+    while harmless(before):
         before = before.prev
     return all(_flipped(x) and x > before for x in xs)
 

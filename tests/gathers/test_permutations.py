@@ -47,6 +47,8 @@ PERMUTATIONS = {
 }
 NOTHING = {
     "itself": lambda e: e,
+    "randperm_that_is_rounded": lambda e: torch.randperm(300, dtype=torch.bfloat16),
+    "remainder_of_nothing": lambda e: e[:0].argsort() % 5,
     "shifted": lambda e: e.argsort() + 1,
     "by_rows": lambda e: e.view(4, 3).argsort(-1).view(-1),
     "along_a_dim_of_one": lambda e: e.view(N, 1).argsort(1),

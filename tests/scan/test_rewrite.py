@@ -78,6 +78,15 @@ def test_flips_of_what_changes_meanwhile_are_left():
     assert not node.kwargs and all(x.target is torch.flip for x in node.args[1])
 
 
+def test_a_flip_that_changes_meanwhile_is_left():
+    gm = dynamo_graph(flips=True)
+    (node,) = gm.graph.find_nodes(op="call_function", target=associative_scan_hop)
+    with gm.graph.inserting_before(node):
+        gm.graph.call_function(operator.setitem, (node.args[1][1], 0, 0.0))
+    scans.rewrite(gm, Options())
+    assert not node.kwargs and all(x.target is torch.flip for x in node.args[1])
+
+
 def test_flips_of_results_that_change_are_left():
     """Stock can differentiate this, because the op writes to the copy."""
     gm = dynamo_graph(flips=True)

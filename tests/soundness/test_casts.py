@@ -1,5 +1,6 @@
 """Casts of tensors that are written to: the tensor itself must not replace its cast."""
 
+import pytest
 import torch
 
 from tests.support.eager_graphs import eager_graphs
@@ -90,3 +91,73 @@ def test_two_outputs_of_equal_values_are_two_tensors():
         return narrow.float().bfloat16(), narrow
 
     assert storages(function, torch.randn(4, 5)) == [0, 1, 2]
+
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+#: A part of a buffer b, or of a result, that a product with x keeps for the backward; and the dtypes of x and b.
+KEPT = {
+    "matmul": (lambda x, b: x[:, :4] @ b.float()[:4].bfloat16(), BF16, BF16),
+    "transposed": (lambda x, b: x @ b.float()[:4].t().bfloat16(), BF16, BF16),
+    "part of a cast": (lambda x, b: x * b.float()[:4].bfloat16(), BF16, BF16),
+    "cast of a part": (lambda x, b: x * b[:4].float().bfloat16(), BF16, BF16),
+    "selected": (lambda x, b: x * b.float()[3].bfloat16(), BF16, BF16),
+    "split": (lambda x, b: x * b.float().split(4)[1].bfloat16(), BF16, BF16),
+    "every second column": (lambda x, b: x[:, :4] * b[:4].to(FP64)[:, ::2].to(FP32), FP32, FP32),
+}
+
+
+def gradient_after(function, x, b, write):
+    """The gradient of x, if the second argument, or the second result, is written to before the backward."""
+    x, b = x.clone().requires_grad_(), b.clone()
+    out = function(x, b)
+    z, written = out if isinstance(out, tuple) else (out, b)
+    if write == "outside":
+        written.zero_()
+    return torch.autograd.grad(z, x, torch.ones_like(z))[0]
+
+
+@pytest.mark.parametrize("write", ["outside", "inside", "result"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_part_that_is_kept_for_the_backward_is_a_copy(name, write):
+    """In eager mode a cast is a copy, which does not change if its source is written to later."""
+    kept, *dtypes = KEPT[name]
+    x, b = (torch.randn(*shape).to(dtype) for shape, dtype in zip(((4, 8), (12, 8)), dtypes, strict=True))
+
+    def function(x, b):
+        if write == "result":
+            y = b * 2
+            return kept(x, y), y
+        z = kept(x, b)
+        if write == "inside":
+            b.zero_()
+        return z
+
+    when = "inside" if write == "inside" else "outside"
+    torch._dynamo.reset()
+    with eager_graphs():
+        got = gradient_after(torch.compile(function, backend="gradfuse", fullgraph=True), x, b, when)
+    torch.testing.assert_close(got, gradient_after(function, x, b, when))
+
+
+@pytest.mark.parametrize(
+    "function, shape",
+    [
+        (lambda x: torch.as_strided(x[:, ::2].to(FP64).to(FP32), (2, 3), (3, 1)) * 2, (4, 8)),
+        (lambda x: torch.as_strided(x[:, ::2].to(FP64), (2, 3), (3, 1)) * 2, (4, 8)),
+        (lambda x: torch.as_strided(x.expand(4, 6).to(FP64), (2, 3), (6, 1)) * 2, (6,)),
+        (lambda x: torch.view_as_complex(x[:, :, ::2].to(FP64).to(FP32)).real * 2, (4, 4, 4)),
+        (lambda x: x[:, ::2].to(FP64).to(FP32).view(torch.int64) + 1, (4, 4)),
+        (lambda x: torch.view_as_complex(x[:, None].expand(4, 2).to(FP64)).real * 2, (4,)),
+    ],
+)
+def test_an_op_that_reads_strides_needs_the_dense_result_of_the_cast(function, shape):
+    check_matches_eager(function, torch.randn(shape))
+
+
+def test_a_write_through_strides():
+    def function(x):
+        y = x[:, ::2].to(FP64).to(FP32)
+        y.as_strided((2, 2), (4, 1)).add_(1)
+        return y * 2
+
+    check_matches_eager(function, torch.randn(4, 8))

@@ -5,6 +5,7 @@ import torch
 
 from tests.attention.case import relative_error
 from tests.support.eager_graphs import eager_graphs
+from tests.support.targets import on_target
 
 from .check import check_matches_eager
 
@@ -128,3 +129,51 @@ def test_a_scatter_of_as_many_rows_as_the_data_has():
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         check_matches_eager(function, rows(4, 1), torch.rand(12) > 0.4)
+
+
+def test_a_random_permutation_that_its_dtype_rounds():
+    """bf16 has only 258 different numbers among 0 .. 258, so the sorted indices are the inverse of nothing."""
+
+    def function(x):
+        order = torch.randperm(259, dtype=torch.bfloat16).argsort()
+        return x[order], order
+
+    x = rows(259, 4)
+    with eager_graphs():
+        out, order = torch.compile(function, backend="gradfuse", fullgraph=True)(x)
+    weight = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, x, weight)
+    torch.testing.assert_close(got, torch.zeros_like(x).index_add(0, order, weight))
+
+
+def masked_columns(x, i, m):
+    return torch.where(m, 0.0, x[i])
+
+
+def masked_columns_of_a_lookup(x, i, m):
+    return torch.nn.functional.embedding(i, x).masked_fill(m, 0.0)
+
+
+def masked_values(x, i, m):
+    return x.new_zeros(4, 8).index_add(0, i, torch.where(m, 0.0, x[i]))
+
+
+def masked_values_that_broadcast(x, i, m):
+    return x.new_zeros(4, 8).index_put((i,), torch.where(m, 0.0, x[0]), accumulate=True)
+
+
+def masked_planes(x, i, m):
+    return torch.where(torch.outer(m, m), 0.0, x[:, :, None].expand(-1, -1, 8)[i[:, None].expand(-1, 8)])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [masked_columns, masked_columns_of_a_lookup, masked_values, masked_values_that_broadcast, masked_planes],
+    ids=lambda f: f.__name__,
+)
+def test_a_mask_of_columns_is_none_of_rows(function):
+    """``where`` aligns a mask on the right, and here there are as many columns as rows."""
+    generator = torch.Generator().manual_seed(0)
+    index, mask = torch.randint(0, 4, (8,), generator=generator), torch.rand(8, generator=generator) < 0.5
+    with on_target(triton=True):
+        check_matches_eager(function, rows(4, 8), index, mask, options={"deterministic": True})

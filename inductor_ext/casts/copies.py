@@ -1,0 +1,74 @@
+"""Where a cast must stay the copy that it is in eager mode: it is kept for the backward, or something reads its strides.
+
+What the forward keeps for the backward may be a view of an input, or of a result, and a program may write to these before
+the backward. Autograd notices that for whole tensors, but not for a part of one, of which AOTAutograd keeps a view. Where
+the program itself casts a part, stock keeps such a view too, and nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from ..core.fx import value_of
+from ..core.joint_graph import after_tangents
+from ..core.purity import base, viewed, written
+from ..torch_api.sizes import statically_known_true
+
+aten = torch.ops.aten
+
+#: Ops whose result depends on the strides or on the memory of their operand, and not only on its values.
+_READ_STRIDES = {
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+    aten.view.dtype,
+    aten.view_as_complex.default,
+}
+
+
+class Copies:
+    """Answers for one joint graph. A node that is added later is not in the backward."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.written = written(graph)
+        self._backward = after_tangents(graph)
+
+    def kept(self, node: Node, source: Node, *, part: bool = False) -> bool:
+        """Return whether ``node`` must not share memory with ``source``, because it may be kept for the backward.
+
+        part: whether only a part of ``source`` would be kept.
+        """
+        owner = base(source)
+        if owner in self._backward or not self._in_backward(node):
+            return False
+        return (owner.op == "placeholder" or escapes(owner)) and (part or _is_part(source))
+
+    def _in_backward(self, node: Node) -> bool:
+        """Return whether the backward computes a node, or reads it or a view of it."""
+        if node in self._backward or any(user in self._backward for user in node.users):
+            return True
+        return any(viewed(user) is node and self._in_backward(user) for user in node.users)
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a view has fewer elements than what it is a view of, at some step."""
+    while (inner := viewed(node)) is not None:
+        sizes = [value_of(x) for x in (node, inner)]
+        tensors = all(isinstance(x, torch.Tensor) for x in sizes)
+        if not tensors or not statically_known_true(sizes[0].numel() >= sizes[1].numel()):
+            return True
+        node = inner
+    return False
+
+
+def escapes(node: Node) -> bool:
+    """Return whether the graph returns a tensor, a view of it, or a copy of it, since stock may remove the copy."""
+    passed_on = (u for u in node.users if viewed(u) is not None or u.target is aten.clone.default)
+    return any(user.op == "output" for user in node.users) or any(map(escapes, passed_on))
+
+
+def strides_are_read(node: Node) -> bool:
+    """Return whether the strides of a tensor, or of a view of it, decide about values."""
+    views = (user for user in node.users if viewed(user) is node)
+    return any(user.target in _READ_STRIDES for user in node.users) or any(map(strides_are_read, views))
