@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention import hoisting
 from tests.support.emitted import triton_sources
-from tests.support.interpreter import triton_on_cpu
 
-BATCH, HEADS, LENGTH, DIM = 2, 2, 72, 16
+from . import comparison
+from .comparison import BATCH, DIM, HEADS
+
+LENGTH = 72
 
 
 @pytest.fixture(autouse=True)
@@ -33,33 +35,8 @@ CASES = {
 }
 
 
-def compare(score_mod, table, *, mask=None, kv_heads=HEADS, dynamic=None, **options):
-    """Output and gradients against float64. ``score_mod``: from a table to a function of scores and positions."""
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(BATCH, n, LENGTH, DIM, generator=generator) for n in (HEADS, kv_heads, kv_heads)]
-    inputs = [x.requires_grad_() for x in (*inputs, table)]
-    block_mask = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
-    grad = torch.randn(BATCH, HEADS, LENGTH, DIM, generator=generator)
-
-    def attend(q, k, v, t):
-        gqa = kv_heads != HEADS
-        return flex_attention(q, k, v, score_mod=score_mod(t), block_mask=block_mask, enable_gqa=gqa, kernel_options=options)
-
-    with triton_on_cpu(tma=True):
-        out = torch.compile(attend, backend="gradfuse", fullgraph=True, dynamic=dynamic)(*inputs)
-        got = [out, *torch.autograd.grad(out, inputs, grad)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    b, h, i, j = (
-        torch.arange(n).view([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate((BATCH, HEADS, LENGTH, LENGTH))
-    )
-    k, v = (x.repeat_interleave(HEADS // kv_heads, 1) for x in exact[1:3])
-    scores = score_mod(exact[3])(exact[0] @ k.mT / DIM**0.5, b, h, i, j)
-    if mask is not None:
-        scores = scores.masked_fill(~mask(b, h, i, j), -torch.inf)
-    out = scores.softmax(-1) @ v
-    want = [out, *torch.autograd.grad(out, exact, grad.double())]
-    for x, y in zip(got, want, strict=True):
-        assert (x - y).norm() < 1e-5 * y.norm()
+def compare(score_mod, table, **options):
+    comparison.compare(score_mod, table, (LENGTH, LENGTH), **options)
 
 
 def table(shape):

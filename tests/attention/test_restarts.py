@@ -1,25 +1,31 @@
 """Positions that restart in packed documents: lookups at ``position[k] - position[q]`` (interpreted)."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from inductor_ext.attention import hoisting
+from inductor_ext.attention import hoisting, restarts
 from tests.support.emitted import triton_sources
-from tests.support.interpreter import triton_on_cpu
 
-BATCH, HEADS, LENGTH, DIM, REACH = 2, 2, 150, 16, 40
+from . import comparison
+from .comparison import BATCH, HEADS, draw, heads
+
+LENGTH, REACH = 150, 40
 
 
 @pytest.fixture(autouse=True)
 def no_table_of_pairs(monkeypatch):
-    """As for long sequences."""
+    """As for long sequences, of lengths that are not symbols."""
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
+    torch._dynamo.reset()
 
 
-#: Documents of 40 positions, whose positions restart; and positions that do not follow each other at all.
+#: Documents of 40 positions, whose positions restart; a number; and positions that do not follow each other at all.
 DOCUMENT = torch.arange(LENGTH) // REACH
 PACKED = torch.arange(LENGTH) % REACH
+SCALE = torch.tensor(3)
 SCATTERED = torch.randint(0, REACH, (LENGTH,), generator=torch.Generator().manual_seed(0))
 
 
@@ -27,43 +33,8 @@ def same_document(b, h, q, k):
     return DOCUMENT[q] == DOCUMENT[k]
 
 
-def draw(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def compare(score_mod, table, *, mask=same_document, kv_heads=HEADS, dynamic=None, compiler=None, all_full=False, **options):
-    """Output and gradients against float64. ``score_mod``: from a table to a score_mod."""
-    inputs = [draw(BATCH, n, LENGTH, DIM, seed=i) for i, n in enumerate((HEADS, kv_heads, kv_heads))]
-    inputs = [x.requires_grad_() for x in (*inputs, table)]
-    block_mask = mask and create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
-    if all_full:
-        # The kernel does not ask the mask in these blocks.
-        number, index = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).expand(1, 1, 2, 2)
-        lists = number * 0, index * 0, number, index.contiguous()
-        block_mask = BlockMask.from_kv_blocks(*lists, mask_mod=mask, seq_lengths=(LENGTH, LENGTH))
-        mask = None
-    grad = draw(BATCH, HEADS, LENGTH, DIM, seed=9)
-
-    def attend(q, k, v, t):
-        gqa = kv_heads != HEADS
-        return flex_attention(q, k, v, score_mod=score_mod(t), block_mask=block_mask, enable_gqa=gqa, kernel_options=options)
-
-    with triton_on_cpu(tma=True):
-        run = torch.compile(attend, backend="gradfuse", fullgraph=True, dynamic=dynamic, options=compiler)
-        out = run(*inputs)
-        got = [out, *torch.autograd.grad(out, inputs, grad)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    b, h, i, j = (
-        torch.arange(n).view([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate((BATCH, HEADS, LENGTH, LENGTH))
-    )
-    k, v = (x.repeat_interleave(HEADS // kv_heads, 1) for x in exact[1:3])
-    scores = score_mod(exact[3])(exact[0] @ k.mT / DIM**0.5, b, h, i, j)
-    if mask is not None:
-        scores = scores.masked_fill(~mask(b, h, i, j), -torch.inf)
-    out = scores.softmax(-1) @ v
-    want = [out, *torch.autograd.grad(out, exact, grad.double())]
-    for x, y in zip(got, want, strict=True):
-        assert (x - y).norm() < 1e-5 * y.norm()
+def compare(score_mod, table, *, mask=same_document, length=LENGTH, **options):
+    comparison.compare(score_mod, table, (length, length), mask=mask, **options)
 
 
 def bucket(distance):
@@ -130,7 +101,58 @@ def test_grouped_heads_and_a_causal_mask():
 
 
 def test_a_block_mask_that_shows_what_its_mask_mod_hides():
-    compare(buckets_of(PACKED), draw(HEADS, 8), all_full=True)
+    number, index = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).repeat(1, 1, 2, 1)
+    lists = number * 0, index * 0, number, index
+    block_mask = BlockMask.from_kv_blocks(*lists, mask_mod=same_document, seq_lengths=(LENGTH, LENGTH))
+    compare(buckets_of(PACKED), draw(HEADS, 8), mask=None, block_mask=block_mask)
+
+
+#: Documents of 130 positions, so that a tile of 256 has blocks of both kinds.
+LONG = torch.arange(300) % 130
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        pytest.param(("BLOCK_M", "BLOCK_N"), id="forward"),
+        pytest.param(("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2"), id="backward"),
+    ],
+)
+def test_tiles_that_are_longer_than_a_block(tiles):
+    compare(buckets_of(LONG), draw(HEADS, 8), mask=None, length=300, **dict.fromkeys(tiles, 256))
+
+
+@pytest.mark.parametrize("tile", [64, 256])
+def test_a_condition_of_blocks_of_the_user(tile):
+    of_blocks = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0]]).bool()
+
+    def score_mod(t):
+        return lambda s, b, h, q, k: s + torch.where(of_blocks[q // 128, k // 128], t[h, q, k], 0.0)
+
+    compare(score_mod, draw(HEADS, 300, 300), mask=None, length=300, BLOCK_M=tile, BLOCK_N=tile)
+
+
+@pytest.mark.parametrize(
+    "factor", [lambda d: (REACH - d.abs()).float().sqrt(), lambda d: 1 / (REACH - d)], ids=["root", "quotient"]
+)
+def test_arithmetic_that_has_no_number_at_distances_of_no_document(factor):
+    """The diagonals have these distances too, and 0 times nan is no gradient."""
+
+    def score_mod(t):
+        return lambda s, b, h, q, k: s + t[h, bucket(PACKED[k] - PACKED[q])] * factor(PACKED[k] - PACKED[q])
+
+    compare(score_mod, draw(HEADS, 8))
+
+
+def test_a_mask_with_a_number_in_a_tensor():
+    """One int8 times a number in an int64 tensor is int64, a grid of int8 times the number is int8."""
+    narrow, hundred = DOCUMENT.to(torch.int8), torch.tensor(100)
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (narrow[q] * hundred >= 127) | (q == k), None, None, LENGTH, LENGTH, device="cpu"
+    )
+    wide = lambda b, h, q, k: (DOCUMENT[q] * 100 >= 127) | (q == k)  # noqa: E731
+    assert torch.equal(block_mask.mask_mod(0, 0, torch.tensor(140), torch.tensor(0)), torch.tensor(True))
+    compare(buckets_of(PACKED), draw(HEADS, 8), mask=wide, block_mask=block_mask)
 
 
 def test_deterministic():
@@ -138,7 +160,10 @@ def test_deterministic():
 
 
 def test_symbolic_sizes():
-    compare(buckets_of(PACKED), draw(HEADS, 8), dynamic=True)
+    # Torch marks the tensors of such a graph, so that their lengths are symbols in later graphs too.
+    documents = DOCUMENT.clone()
+    mask = lambda b, h, q, k: documents[q] == documents[k]  # noqa: E731
+    compare(buckets_of(PACKED.clone()), draw(HEADS, 8), mask=mask, dynamic=True)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +173,39 @@ def test_symbolic_sizes():
         pytest.param(same_document, True, id="documents"),
         pytest.param(lambda b, h, q, k: (q >= k) & same_document(b, h, q, k) & (q - k < 30), True, id="several conditions"),
         pytest.param(lambda b, h, q, k: (DOCUMENT[q] == DOCUMENT[k]) | (h == 0), False, id="another for each head"),
+        pytest.param(lambda b, h, q, k: DOCUMENT[q] * SCALE == DOCUMENT[k] * SCALE, False, id="a number in a tensor"),
+        pytest.param(lambda b, h, q, k: DOCUMENT[q] / 3 == DOCUMENT[k] / 3, False, id="floats"),
     ],
 )
 def test_under_which_masks_distances_are_separated(mask, separated):
     table, block_mask = draw(HEADS, 16).requires_grad_(), None
     if mask is not None:
         block_mask = create_block_mask(mask, None, HEADS, LENGTH, LENGTH, device="cpu")
-    inputs = [draw(BATCH, HEADS, LENGTH, DIM).requires_grad_() for _ in range(3)]
+    inputs = heads(LENGTH)
 
     def attend(q, k, v):
         return flex_attention(q, k, v, score_mod=buckets_of(PACKED)(table), block_mask=block_mask)
 
     sources = triton_sources(torch.compile(attend, backend="gradfuse"), *inputs)
     assert all(("if tl.min(spared" in source) == separated for source in sources)
+
+
+def test_a_mask_that_reads_rows_is_left(monkeypatch):
+    """No kernel can compute it, and stock decides about the call. There is no kernel of stock's here."""
+    documents = torch.stack([DOCUMENT, DOCUMENT])
+    mask = create_block_mask(
+        lambda b, h, q, k: documents[b][q] == documents[b][k], BATCH, None, LENGTH, LENGTH, device="cpu"
+    )
+    asked = []
+    monkeypatch.setattr(restarts, "plain_blocks", lambda *arguments: asked.append(arguments))
+    table = draw(HEADS, 8).requires_grad_()
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, score_mod=buckets_of(PACKED)(table), block_mask=mask)
+
+    with contextlib.suppress(Exception):
+        triton_sources(torch.compile(attend, backend="gradfuse"), *heads(LENGTH))
+    assert not asked
 
 
 @pytest.mark.parametrize(
@@ -178,7 +223,7 @@ def test_under_which_masks_distances_are_separated(mask, separated):
 )
 def test_what_is_separated(index, separated):
     table, other = draw(HEADS, 16).requires_grad_(), torch.arange(LENGTH) % 3
-    inputs = [draw(BATCH, HEADS, LENGTH, DIM).requires_grad_() for _ in range(3)]
+    inputs = heads(LENGTH)
     score_mod = lambda s, b, h, q, k: s + table[h, index(PACKED, other, q, k).clamp(0, 15)]  # noqa: E731
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse")
     forward, backward = triton_sources(compiled, *inputs)
@@ -188,7 +233,7 @@ def test_what_is_separated(index, separated):
 
 def test_small_tables_of_pairs_are_not_separated(monkeypatch):
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", HEADS * LENGTH**2)
-    inputs = [draw(BATCH, HEADS, LENGTH, DIM).requires_grad_() for _ in range(3)]
+    inputs = heads(LENGTH)
     score_mod = buckets_of(PACKED)(draw(HEADS, 8).requires_grad_())
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse")
     assert all("spared" not in source for source in triton_sources(compiled, *inputs))
