@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from ..torch_api.sizes import size_hint
 from .crowded import add_in_parts
 from .inverses import inverse
 from .permutations import names_once, repeated
+from .rows import by_row, expanded, flat, from_rows, index_shape, values_shape, view
 from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
 
 NAME = "scatters"
@@ -112,10 +112,10 @@ class _Rewriter:
             dims = range(value_of(found.values).dim())
             *slices, rows, count = self.build.sizes(found.values, dims)
             bins = self.build.size(found.base, dims[-1])
-            index = self._view(found.index, [rows, count])
-            values = self._view(found.values, [self.build.product(slices), rows, count])
+            index = view(self.build, found.index, [rows, count])
+            values = view(self.build, found.values, [self.build.product(slices), rows, count])
             total = self.build.call(gradfuse.bin_sums.default, values, index, bins)
-            total = self._onto(found.base, self._view(total, [*slices, rows, bins]))
+            total = self._onto(found.base, view(self.build, total, [*slices, rows, bins]))
             self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 
     def by_elements(self, node: Node) -> ScatterAdd | None:
@@ -160,14 +160,14 @@ class _Rewriter:
         if proof is None or not proof.covers(value_of(found.base).shape[found.dim]):
             return None
         indices = inverse(self.build, proof.permutation) if proof.permutation is not None else None
-        values = self._by_row(found, found.values)
+        values = by_row(self.build, found, found.values)
         if proof.times == 1 and indices is not None:
             total = self.build.wide(self.build.call(aten._unsafe_index.Tensor, values, [indices]))
         else:
             rows = self.build.size(found.base, found.dim)
             total = self.build.call(gradfuse.gather_sum.default, values, indices, rows, proof.times, proof.strided)
         why = "the index is a permutation" if proof.times == 1 else f"the index has every row {proof.times} times"
-        return self._onto(found.base, self._from_rows(found, total)), "gather", why
+        return self._onto(found.base, from_rows(self.build, found, total)), "gather", why
 
     def _stored(self, found: ScatterAdd) -> _Found | None:
         """If the indices have no duplicates: store, because each element gets at most one value."""
@@ -195,14 +195,14 @@ class _Rewriter:
         order, keys = self._sort(found, left_out)
         dims = range(found.dim, found.dim + len(found.indexed))
         rows = self.build.product(self.build.sizes(found.base, dims))
-        values = self._by_row(found, values)
+        values = by_row(self.build, found, values)
         kept = self.build.sizes(values, range(1, value_of(values).dim()))
-        values = self._view(values, [self.build.size(values, 0), self.build.product(kept)])
+        values = view(self.build, values, [self.build.size(values, 0), self.build.product(kept)])
         wide = working_dtype(value_of(values).dtype)
         total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
-        total = self._view(total, [*self.build.sizes(found.base, dims), *kept])
+        total = view(self.build, total, [*self.build.sizes(found.base, dims), *kept])
         why = "the values of a row are added in a fixed order" if self.deterministic else "sorting is faster than atomics"
-        return self._onto(found.base, self._from_rows(found, total)), "segments", why
+        return self._onto(found.base, from_rows(self.build, found, total)), "segments", why
 
     def _widened(self, found: ScatterAdd) -> _Found | None:
         """In half precision: compute the same scatter-add in fp32."""
@@ -216,7 +216,7 @@ class _Rewriter:
 
     def _worth_sorting(self, found: ScatterAdd, dtype: torch.dtype) -> bool:
         """Whether to sort: it is faster than fp32 atomics by an estimate, or the sum must be reproducible."""
-        base, values, index = value_of(found.base).shape, _values_shape(found), _index_shape(found)
+        base, values, index = value_of(found.base).shape, values_shape(found), index_shape(found)
         if any(size_hint(n) in (None, 0) for n in (*base, *values, *index)):
             return False
         cells, elements, entries = (math.prod(map(size_hint, shape)) for shape in (base, values, index))
@@ -240,7 +240,7 @@ class _Rewriter:
             minus_one = self.build.full([], -1, torch.int64, value_of(keys).device)
             for mask, dropped in ((found.keep, False), (left_out, True)):
                 if mask is not None:
-                    mask = self._flat(mask)
+                    mask = flat(self.build, mask)
                     keys = call(aten.where.self, mask, *((minus_one, keys) if dropped else (keys, minus_one)))
             keys = self.build.convert(keys, _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None))
             both = call(aten.sort.stable, keys, stable=True, dim=0, descending=False)
@@ -255,67 +255,13 @@ class _Rewriter:
         call, total, bad = self.build.call, None, None
         for d, index in enumerate(found.indexed, start=found.dim):
             size = self.build.size(found.base, d)
-            flat = self.build.convert(self._flat(self._like_first(index, found)), torch.int64)
-            negative = call(aten.lt.Scalar, flat, 0)
-            flat = call(aten.where.self, negative, call(aten.add.Tensor, flat, size), flat)
-            outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, flat, 0), call(aten.ge.Scalar, flat, size))
+            place = self.build.convert(flat(self.build, expanded(self.build, index, found)), torch.int64)
+            negative = call(aten.lt.Scalar, place, 0)
+            place = call(aten.where.self, negative, call(aten.add.Tensor, place, size), place)
+            outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, place, 0), call(aten.ge.Scalar, place, size))
             bad = outside if bad is None else call(aten.bitwise_or.Tensor, bad, outside)
-            total = flat if total is None else call(aten.add.Tensor, call(aten.mul.Tensor, total, size), flat)
+            total = place if total is None else call(aten.add.Tensor, call(aten.mul.Tensor, total, size), place)
         return call(aten.where.self, bad, self.build.full([], -2, torch.int64, value_of(total).device), total)
-
-    # ------------------------------------------------ shapes
-
-    def _like_first(self, index: Node, found: ScatterAdd) -> Node:
-        """An index, expanded to the shape to which all indices broadcast."""
-        if all(same_shape(index, other) for other in found.indexed):
-            return index
-        return self.build.call(aten.expand.default, index, self._index_sizes(found))
-
-    def _index_sizes(self, found: ScatterAdd) -> list[Any]:
-        """The shape to which all indices broadcast. A symbolic size is a node that reads it from an index that has it."""
-
-        def size(dim: int, n: Any) -> Any:
-            for index in () if isinstance(n, int) else found.indexed:
-                at = dim - len(shape) + value_of(index).dim()
-                if at >= 0 and same_sizes([value_of(index).shape[at]], [n]):
-                    return self.build.size(index, at)
-            return n
-
-        shape = _index_shape(found)
-        return [size(dim, n) for dim, n in enumerate(shape)]
-
-    def _by_row(self, found: ScatterAdd, values: Node) -> Node:
-        """Reshape values [*before, *index, *after] to [N, *before, *after], with one row for each element of the index."""
-        shape = _index_shape(found)
-        dims = [*range(found.dim), *range(found.dim + len(found.indexed), value_of(found.base).dim())]
-        sizes = self.build.sizes(found.base, dims)
-        if len(shape) == 1 and found.dim == 0 and same_sizes(value_of(values).shape, _values_shape(found)):
-            return values
-        index_sizes = self._index_sizes(found)
-        full = [*sizes[: found.dim], *index_sizes, *sizes[found.dim :]]
-        values = self.build.call(aten.expand.default, values, full)
-        index_dims = range(found.dim, found.dim + len(shape))
-        others = [d for d in range(len(full)) if d not in index_dims]
-        values = self.build.call(aten.permute.default, values, [*index_dims, *others])
-        return self._view(values, [self.build.product(index_sizes), *sizes])
-
-    def _from_rows(self, found: ScatterAdd, total: Node) -> Node:
-        """Permute [*indexed dims, *before, *after] to the order of dims of the base."""
-        if found.dim == 0:
-            return total
-        order = [*range(found.dim, found.dim + len(found.indexed)), *range(found.dim)]
-        order += range(len(order), value_of(found.base).dim())
-        return self.build.call(aten.permute.default, total, [order.index(d) for d in range(len(order))])
-
-    def _flat(self, node: Node) -> Node:
-        if value_of(node).dim() == 1:
-            return node
-        return self._view(node, [self.build.product(self.build.sizes(node, range(value_of(node).dim())))])
-
-    def _view(self, node: Node, sizes: Sequence[Any]) -> Node:
-        if not value_of(node).is_contiguous():
-            node = self.build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self.build.call(aten.view.default, node, list(sizes))
 
     # ------------------------------------------------ sums
 
@@ -381,20 +327,6 @@ def _adds_elements(node: Node) -> bool:
     if node.target not in _SAME_OP_IN_FP32 or not value_of(node).is_floating_point():
         return False
     return node.target is aten.scatter_add.default or node.args[4] == "sum"
-
-
-def _index_shape(found: ScatterAdd) -> tuple[Any, ...]:
-    """The shape to which the indices broadcast."""
-    first, *others = found.indexed
-    if all(same_shape(first, other) for other in others):
-        return tuple(value_of(first).shape)
-    return tuple(torch.broadcast_shapes(*(value_of(i).shape for i in found.indexed)))
-
-
-def _values_shape(found: ScatterAdd) -> tuple[Any, ...]:
-    """The shape of ``base[indices]``, to which the values broadcast."""
-    base = value_of(found.base).shape
-    return (*base[: found.dim], *_index_shape(found), *base[found.dim + len(found.indexed) :])
 
 
 def _narrowest(rows: int | None) -> torch.dtype:

@@ -241,6 +241,22 @@ def test_an_expression_that_uses_each_step_several_times():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("number", [torch.tensor(100), torch.tensor([100, 7])[0]], ids=["number", "element"])
+def test_the_dtype_of_a_number_in_a_tensor_counts():
+    """int8 times an int64 number is int64. On a grid of int8, the number's dtype would not count, and 2 * 100 would wrap."""
+    t, narrow, number = table(2, 11), torch.arange(LENGTH, dtype=torch.int8) % 4, torch.tensor(100)
+    query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    score_mod = lambda s, b, h, q, k: s + t[h, narrow[k] * number % 11]  # noqa: E731
+    with eager_graphs(), collect() as report:
+        attention = torch.compile(lambda q: flex_attention(q, q, q, score_mod=score_mod), backend="gradfuse", fullgraph=True)
+        got = torch.autograd.grad(attention(query).sin().sum(), (query, t))
+    assert ["table" in d.path for d in report.decisions if d.pass_name == "hoisting"] == [True]
+    exact, bias = query.double(), t.double()[:, narrow.long() * 100 % 11][:, None]
+    want = torch.autograd.grad(((exact @ exact.mT / 4 + bias).softmax(-1) @ exact).sin().sum(), (query, t))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.breadth(0)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
