@@ -28,6 +28,7 @@ __all__ = [
     "set_missing_values",
     "stable_topological_sort",
     "storage_of",
+    "version_of",
 ]
 _HOMES = ("_operator", "torch._C._nn", "torch._ops.aten", "torch._ops.prims")
 _NAMESPACES = (torch, torch.nn.functional, torch.Tensor, torch.special)
@@ -69,6 +70,11 @@ def set_missing_values(graph: Graph) -> None:
             values, kwargs = map_arg((args, node.kwargs), lambda n: n.meta["val"])
             with detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")]):
                 node.meta["val"] = function(*values, **kwargs)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or one that shares its memory, was written to; 0 if that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -10,12 +10,25 @@ import sympy
 import torch
 from torch.fx import Node
 
+from ...core.fx import HALF
 from ...core.terms import canonical_name
+from ...torch_api.tracing import real_tensors
 
 
 def positions_in(index: Any) -> set[sympy.Symbol]:
     """Return the positions in an entry of an index, if that is an expression."""
     return set(index.free_symbols) if isinstance(index, sympy.Expr) else set()
+
+
+def as_stored(x: Any, dtype: torch.dtype) -> Any:
+    """Return a Python float as a tensor of half precision stores it, and anything else as it is.
+
+    A kernel computes in fp32, and what the graph rounds is rounded in it or not, as its compiler likes.
+    """
+    if not isinstance(x, float) or dtype not in HALF:
+        return x
+    with real_tensors():
+        return torch.tensor(x, dtype=dtype, device="cpu").item()
 
 
 @dataclass(frozen=True, eq=False)

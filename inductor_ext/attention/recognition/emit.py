@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import HALF, dtype_of, value_of
+from ...core.fx import HALF, dtype_of, requires_grad, value_of, working_dtype
 from .arrange import on_device, simplified
 from .elements import Apply, Constant, Element, Read, Score
 from .evaluate import Evaluator
@@ -75,7 +75,7 @@ class ScoreModEmitter(Evaluator):
 
     def full(self, value: Any, dtype: torch.dtype) -> Node:
         """Return the node of a number."""
-        return self.inserter.function(torch.full, (), value, dtype=dtype, device=self._device)
+        return self.inserter.function(torch.full, (), value, dtype=working_dtype(dtype), device=self._device)
 
     def position(self, symbol: sympy.Symbol) -> Node:
         """Return the placeholder of b, h, q or k."""
@@ -88,16 +88,16 @@ class ScoreModEmitter(Evaluator):
         return super().integer(value)
 
     def apply(self, element: Apply) -> Node:
-        """Return the node of an elementwise op. A cast to half precision is left out."""
+        """Return the node of an elementwise op. A cast to half precision is one to fp32."""
         if element.name == "to" and element.dtype in HALF:
             operand = self.value(element.args[0])
             return self.cast(operand, element.dtype)
         return super().apply(element)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return ``node`` in another dtype. A float is not rounded to half precision, which the kernel does not need."""
-        keeps_wide = dtype in HALF and dtype_of(node).is_floating_point
-        return node if keeps_wide else super().cast(node, dtype)
+        """Return ``node`` in another dtype. Nothing is rounded to half precision, which the kernel does not need."""
+        keeps = dtype in HALF and dtype_of(node).is_floating_point
+        return node if keeps else super().cast(node, working_dtype(dtype))
 
     # ------------------------------------------------ captured tensors
 
@@ -115,7 +115,9 @@ class ScoreModEmitter(Evaluator):
             element = self.graph.call_function(operator.getitem, (placeholder, tuple(self._entry(i) for i in index)))
             # Indexing with 0-d tensors would ask for their values.
             element.meta["example_value"] = _number_like(value_of(operand))
-        return element
+        frozen = dtype_of(read.node) in HALF and not requires_grad(read.node)
+        # It may be a mask, which must be the same number wherever the score_mod runs.
+        return super().cast(element, torch.float32) if frozen else element
 
     def _entry(self, index: Any) -> Any:
         if isinstance(index, Element):

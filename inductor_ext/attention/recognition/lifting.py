@@ -27,7 +27,7 @@ from ..functional import out_of_place
 from ..kinds import K, Q
 from . import lookups, views
 from .constants import folded
-from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
+from .elements import Apply, Constant, Element, Position, Read, Score, as_stored, depends_on_scores, positions_in
 from .indices import Ranges
 from .products import Product, product_of
 
@@ -38,6 +38,10 @@ _DEEPEST = 100
 #: Elementwise ops whose result is a number of floating point, and changes in steps.
 _STEPS = {"floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "remainder", "fmod", "mod"}
 _STEPS |= {"floor_divide", "floordiv", "copysign", "signbit", "nextafter"}
+
+
+#: Elementwise ops of which a number is stored as it is.
+_CHOICES = (torch.where, torch.masked_fill, "masked_fill")
 
 
 class NotLifted(Exception):
@@ -98,7 +102,7 @@ class Lift:
         if name == "arange":
             return self._arange(node, index)
         if name in _FILLS:
-            return Constant(_FILLS[name](node), dtype_of(node))
+            return Constant(as_stored(_FILLS[name](node), dtype_of(node)), dtype_of(node))
         if (product := self._product(node, index)) is not None:
             return product
         if name in CASTS:
@@ -252,7 +256,7 @@ class Lift:
         made = {n: self.element(n, views.broadcast(index, shape_of(n))) for n in tensors}
         args, kwargs = (torch.fx.map_arg(x, made.__getitem__) for x in (node.args, dict(node.kwargs)))
         kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "memory_format")}
-        element = Apply(kind, target, tuple(args), kwargs, dtype_of(node))
+        element = _applied(kind, target, args, kwargs, dtype_of(node))
         self._check_reads(element)
         if not element.dtype.is_floating_point or element.name in _STEPS:
             self._check_exact(made.values())
@@ -281,6 +285,18 @@ class Lift:
         alike = len({requires_grad(n) for n in dense}) == 1
         if len(dense) > 1 and alike and not depends_on_scores(element):
             raise NotLifted
+
+
+def _applied(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Apply:
+    """Return an elementwise op of elements, in the form that all later stages know."""
+    if target == "where":
+        # ``x.where(condition, y)``
+        kind, target = "call_function", torch.where
+        named = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
+        args, kwargs = tuple(named[name] for name in ("condition", "input", "other")), {}
+    if target in _CHOICES:
+        args, kwargs = tuple(as_stored(a, dtype) for a in args), {name: as_stored(a, dtype) for name, a in kwargs.items()}
+    return Apply(kind, target, args, kwargs, dtype)
 
 
 def line_of(node: Node) -> str:

@@ -6,22 +6,15 @@ import math
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from ...core.fx import dtype_of, fake_tensor, requires_grad
-from ...core.terms import is_tensor, op
+from ...core.fx import dtype_of
+from ...core.writes import Writes
 from .elements import Apply, Constant, Element, Position, Read
 from .indices import Ranges
+from .ordinary import Ordinary
 
 #: What a parameter holds, and what layers compute, is taken to be no larger. It is learned, and no mask.
 LEARNED = 16.0
-#: A number of the graph that is further from zero may be a mask.
-FAR = 1e3
-#: What layers compute is no mask, whatever they are applied to.
-_LAYERS = {"matmul", "linear", "einsum", "baddbmm", "addmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
-_LAYERS |= {"layer_norm", "rms_norm", "group_norm", "batch_norm", "softmax", "normalize"}
-#: Lookups, with the argument that is looked into.
-_TABLES = {"embedding": 1, "getitem": 0, "index_select": 0, "gather": 0, "take_along_dim": 0}
 #: Elementwise functions with values between -1 and 1.
 _UP_TO_ONE = {"sigmoid", "tanh", "sin", "cos", "erf", "sign", "softsign"}
 
@@ -29,11 +22,12 @@ _UP_TO_ONE = {"sigmoid", "tanh", "sin", "cos", "erf", "sign", "softsign"}
 class Magnitudes:
     """Bounds on the absolute values of elements, for positions in ``ranges``. They need not be reached.
 
-    minus_infinity: whether they hold for -inf too.
+    writes: those of the graph. minus_infinity: whether they hold for -inf too.
     """
 
-    def __init__(self, ranges: Ranges, minus_infinity: bool = False) -> None:
+    def __init__(self, ranges: Ranges, writes: Writes, minus_infinity: bool = False) -> None:
         self._ranges, self._minus_infinity = ranges, minus_infinity
+        self._ordinary = Ordinary(writes, minus_infinity)
         self._known: dict[Element, float] = {}
 
     def of(self, x: Any) -> float:
@@ -52,7 +46,7 @@ class Magnitudes:
             return _wrapped(float(max(abs(within.low), abs(within.high))), element.dtype)
         if isinstance(element, Read):
             largest = {torch.bool: 1.0, torch.uint8: 255.0, torch.int8: 128.0}.get(dtype_of(element.node), math.inf)
-            return LEARNED if is_ordinary(element.node) else largest
+            return LEARNED if self._ordinary(element.node) else largest
         return _wrapped(self._result(element), element.dtype) if isinstance(element, Apply) else math.inf
 
     def _result(self, element: Apply) -> float:
@@ -92,32 +86,3 @@ def _wrapped(bound: float, dtype: torch.dtype) -> float:
         return bound
     largest = torch.iinfo(dtype).max
     return float(largest) + 1 if bound > largest or not dtype.is_signed else bound
-
-
-def is_ordinary(node: Node) -> bool:
-    """Return whether a tensor is learned and cannot hold a mask, unless a parameter does.
-
-    Everything from which it is computed is followed, up to parameters, layers and the indices of lookups. Where that meets
-    data that is not learned, a number that is far from zero, or a tensor that is passed to the graph and is no parameter,
-    there may be a mask.
-    """
-    if not requires_grad(node):
-        return False
-    seen, pending = {node}, [node]
-    while pending:
-        x = pending.pop()
-        if isinstance(fake_tensor(x), torch.nn.Parameter) or op(x) in _LAYERS:
-            continue
-        if x.op in ("placeholder", "get_attr") or any(map(_is_far, (*x.args, *x.kwargs.values()))):
-            return False
-        inputs = x.all_input_nodes
-        if op(x) in _TABLES and len(x.args) > _TABLES[op(x)] and isinstance(x.args[_TABLES[op(x)]], Node):
-            inputs = [x.args[_TABLES[op(x)]]]
-        new = {n for n in inputs if is_tensor(n) or n.all_input_nodes} - seen
-        pending += new
-        seen |= new
-    return True
-
-
-def _is_far(argument: Any) -> bool:
-    return type(argument) in (int, float) and FAR < abs(argument) < math.inf

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from ...core.fx import dtype_of, requires_grad, working_dtype
+from ...core.writes import Writes
 from .elements import Apply, Constant, Element, Read, Score, depends_on_scores
 from .indices import Ranges
 from .lifting import NotAttention
-from .magnitudes import FAR, Magnitudes
+from .magnitudes import Magnitudes
+from .ordinary import FAR
 
 
 def shifted(score: Element, row: Read) -> Element:
@@ -31,18 +33,29 @@ def shifted(score: Element, row: Read) -> Element:
     return Apply("call_function", operator.sub, (wide, row), {}, dtype)
 
 
+def masks_of(score: Element, ranges: Ranges, writes: Writes) -> Element | None:
+    """Return the terms of a score that decide which number of a row is the largest, or None if all of them are small.
+
+    Softmax is over the keys that -inf does not hide. If all the others of a row are far from zero, the largest of these
+    counts, so that -inf counts where there is another mask. Raises NotAttention where a mask would not be understood.
+    """
+    if Masks(ranges, writes).far(score) is None:
+        return None
+    return Masks(ranges, writes, minus_infinity=True).far(score)
+
+
 class _NotASum(Exception):
     """An expression is not a sum, or none whose parts are understood."""
 
 
 class Masks:
-    """The terms of one score that may be far from zero. ranges: those of its positions.
+    """The terms of one score that may be far from zero. ranges: those of its positions. writes: those of its graph.
 
     minus_infinity: whether -inf counts.
     """
 
-    def __init__(self, ranges: Ranges, minus_infinity: bool = False) -> None:
-        self._magnitudes = Magnitudes(ranges, minus_infinity)
+    def __init__(self, ranges: Ranges, writes: Writes, minus_infinity: bool = False) -> None:
+        self._magnitudes = Magnitudes(ranges, writes, minus_infinity)
         self._found: dict[Element, Element | None] = {}
 
     def far(self, x: Element) -> Element | None:

@@ -34,7 +34,7 @@ from .elements import Read, Score
 from .emit import ScoreModEmitter
 from .indices import POSITIONS, B, H
 from .lifting import NotAttention, line_of
-from .masks import Masks, shifted
+from .masks import masks_of, shifted
 from .pattern import WIDTH, Attention, dtypes, find, learned_terms
 from .rows import largest
 from .sinks import shared
@@ -144,7 +144,8 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
     query, key, value = _operands(outer, attention)
     like = value_of(query)
     emitter = ScoreModEmitter(outer, last, like, ranges)
-    score, masks = attention.score, Masks(ranges).far(attention.score)
+    score, writes = attention.score, attention.lift.writes
+    masks = masks_of(score, ranges, writes)
     scale = attention.scale * emitter.scaled(score)
     row = None
     if masks is not None:
@@ -152,7 +153,7 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
         score = shifted(score, row)
     score_mod = emitter.module(score)
     mask_mod = install(gm, "mask_mod", _mask_mod(last, like))
-    blocks = skipped_blocks(outer, attention.score, ranges, query, mask_mod)
+    blocks = skipped_blocks(outer, attention, query, mask_mod)
     call = ForwardCall(
         query,
         key,

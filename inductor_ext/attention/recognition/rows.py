@@ -10,14 +10,14 @@ import torch
 from torch.fx import Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import dtype_of, requires_grad, shape_of
+from ...core.fx import dtype_of, requires_grad, shape_of, working_dtype
 from ...core.terms import is_one
 from ..kinds import K, Q
 from .arrange import in_order, on_device
 from .elements import Element, Read
 from .evaluate import Evaluator
 from .indices import POSITIONS, B, H, Ranges
-from .magnitudes import FAR
+from .ordinary import FAR
 
 
 def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.device) -> Read:
@@ -47,7 +47,10 @@ def far_largest(outer: Inserter, masks: Node) -> Node:
 
 
 class _Rows(Evaluator):
-    """Computes elements for all positions at once, with torch ops on tensors that have the dims b, h, q and k."""
+    """Computes elements for all positions at once, with torch ops on tensors that have the dims b, h, q and k.
+
+    As in the kernel, to the last digit, or the largest number of a row would not be that of the kernel.
+    """
 
     def __init__(self, outer: Inserter, ranges: Ranges, device: torch.device) -> None:
         super().__init__(outer)
@@ -69,7 +72,11 @@ class _Rows(Evaluator):
 
     def full(self, value: Any, dtype: torch.dtype) -> Node:
         """Return the node of a number, as a tensor."""
-        return self.outer.function(torch.full, (1, 1, 1, 1), value, dtype=dtype, device=self.device)
+        return self.outer.function(torch.full, (1, 1, 1, 1), value, dtype=working_dtype(dtype), device=self.device)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """Return ``node`` in another dtype. Nothing is rounded to half precision, as in the kernel."""
+        return super().cast(node, working_dtype(dtype))
 
     def position(self, symbol: sympy.Symbol) -> Node:
         """Return the node of all b, h, q or k."""
@@ -78,6 +85,9 @@ class _Rows(Evaluator):
 
     def read(self, read: Read) -> Node:
         """Return the node of what a read gives for all positions."""
+        return self.cast(self._read(read), dtype_of(read.node))
+
+    def _read(self, read: Read) -> Node:
         plain = all(isinstance(i, sympy.Expr) for i in read.index)
         tensor = on_device(self.outer, read.node, self.device)
         if plain and (view := in_order(self.outer, tensor, read.index, POSITIONS, self.ranges, expand=False)) is not None:

@@ -25,10 +25,11 @@ from ...core.fx import shape_of, value_of
 from ...torch_api.higher_order import block_mask
 from ..kinds import K, Q
 from .elements import Apply, Element, Position, Read, Score, depends_on_scores
-from .indices import H, Ranges
+from .indices import H
 from .lifting import NotAttention
 from .magnitudes import Magnitudes
 from .masks import Masks
+from .pattern import Attention
 from .rows import evaluate, far_largest
 
 #: The queries and keys of a block.
@@ -43,21 +44,22 @@ MOST_GAIN = 100.0
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "sub"}
 
 
-def skipped_blocks(outer: Inserter, score: Element, ranges: Ranges, query: Node, mask_mod: Node) -> Any:
-    """Return the block_mask operand for the score of an attention; None if no blocks are known to be hidden.
+def skipped_blocks(outer: Inserter, attention: Attention, query: Node, mask_mod: Node) -> Any:
+    """Return the block_mask operand for an attention; None if no blocks are known to be hidden.
 
     query: a node on the device. mask_mod: the node of one that hides nothing.
     """
+    score, ranges, writes = attention.score, attention.lift.ranges, attention.lift.writes
     lengths = [ranges.extents[p] for p in (Q, K)]
     if not all(isinstance(n, int) and -(-n // BLOCK) >= FEWEST_BLOCKS for n in lengths):
         return None
     try:
-        masks = Masks(ranges, minus_infinity=True).far(score)
+        masks = Masks(ranges, writes, minus_infinity=True).far(score)
     except NotAttention:
         return None
     if masks is None or H in masks.positions() or not _relates(masks):
         return None
-    magnitudes = Magnitudes(ranges, minus_infinity=True)
+    magnitudes = Magnitudes(ranges, writes, minus_infinity=True)
     if magnitudes.of(masks) <= HIDDEN or _Gains(magnitudes).of(score) > MOST_GAIN:
         return None
     by_query, by_key = visible_blocks(outer, evaluate(outer, masks, ranges, value_of(query).device))

@@ -10,6 +10,7 @@ from inductor_ext.attention.recognition.constants import folded
 from inductor_ext.attention.recognition.elements import Apply, Constant, Position
 from inductor_ext.attention.recognition.indices import ZERO, Ranges
 from inductor_ext.attention.recognition.magnitudes import Magnitudes
+from inductor_ext.core.writes import Writes
 
 from .spellings import LOWEST
 from .test_masks import LENGTHS
@@ -81,7 +82,10 @@ def test_another_default_device():
 def test_a_divisor_below_zero():
     """The bias is 2e3, at most, and the kernel need not know its largest number."""
     bias = Constant(-500.0, torch.float32)
-    assert Magnitudes(Ranges((1, 1, 1, 1))).of(applied(torch.div, bias, Constant(-0.25, torch.float32))) == 2000.0
+    assert (
+        Magnitudes(Ranges((1, 1, 1, 1)), Writes(Graph())).of(applied(torch.div, bias, Constant(-0.25, torch.float32)))
+        == 2000.0
+    )
 
 
 def test_a_divisor_of_zero_bounds_nothing():

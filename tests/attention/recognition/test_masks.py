@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.soundness.check import check_matches_eager
+from tests.attention.case import relative_error
+from tests.soundness.check import check_matches_eager, run
+from tests.support.eager_graphs import eager_graphs
 
 from .spellings import LOWEST, B, H, S
 from .test_regressions import attend, bias, paths
@@ -12,6 +14,7 @@ from .test_traps import decisions, randn, tensors
 
 LENGTHS = torch.ones(B, 1, 1, S, dtype=torch.bool)
 LENGTHS[0, ..., 20:], LENGTHS[1] = False, False
+KEYS = torch.arange(S)
 
 
 def frozen(value, exists=LENGTHS):
@@ -62,6 +65,7 @@ MASKS = {
     "of_integers": (of_integers, LENGTHS),
     "compared": (compared, frozen(LOWEST)),
     "looked_up": (looked_up, torch.tensor([0.0, -1e9, LOWEST, LOWEST]).repeat(4, 1)),
+    "of_a_method": (lambda q, k, v, b, m: (q @ k.mT + b + m.where(m < 0, 0.0)).softmax(-1) @ v, frozen(LOWEST)),
 }
 
 
@@ -132,6 +136,7 @@ FAR_FROM_ZERO = {
     "a_product": lambda s, m: s + (~m).float() * -100 * 100,
     "upwards": lambda s, m: s + m.float() * 1e9,
     "upwards_on_ordinary_rows": lambda s, m: s + m.float() * 1e6,
+    "a_table": lambda s, m: s + torch.tensor([-1e9, 0.0])[m.long()],
     "two_low_numbers": lambda s, m: s.masked_fill(~m, -2e38).masked_fill(torch.arange(S)[:, None] < torch.arange(S), LOWEST),
 }
 
@@ -194,6 +199,98 @@ def test_a_mask_of_integers_that_is_passed():
     function = lambda q, k, v, b, m: (q @ k.mT + b + m).softmax(-1) @ v  # noqa: E731
     (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), penalty, exact=False)
     assert found.path == "flex_attention"
+
+
+def written_in_place(b, m):
+    b = b.expand(B, -1, S, S).clone()
+    b.masked_fill_(m < 0, -1e9)
+    return b.contiguous()
+
+
+def assigned(b, m):
+    b = b.expand(B, -1, S, S) * 1.0
+    b[(m < 0).expand(B, H, S, S)] = -1e9
+    return b + 0.5
+
+
+def in_a_layer(b, m):
+    return torch.baddbmm(
+        m.expand(B, H, S, S).flatten(0, 1), b.expand(B, -1, S, S).flatten(0, 1), torch.eye(S).expand(B * H, S, S)
+    )
+
+
+#: A mask becomes a part of a learned tensor, which is not followed into this op.
+HELD = {
+    "written_in_place": written_in_place,
+    "assigned": assigned,
+    "in_a_list": lambda b, m: (b + torch.tensor([0.0, -1e9])[(m < 0).long()]).roll(1, -1),
+    "a_product_of_numbers": lambda b, m: (b - (KEYS > 5) * 1000.0 * 1000.0 * 1000.0).roll(1, -1),
+    "an_exponential": lambda b, m: (b - torch.exp((KEYS[:, None] == 5) * 30.0)).roll(1, -1),
+    "a_power": lambda b, m: (b - ((KEYS[:, None] == 5) * 31.0) ** 6).roll(1, -1),
+    "an_outer_product": lambda b, m: (b + torch.einsum("bq,bk->bqk", torch.ones(B, S), m[:, 0, 0])[:, None]).roll(1, -1),
+    "in_a_layer": lambda b, m: in_a_layer(b, m).view(B, H, S, S),
+    "the_bias_of_a_layer": lambda b, m: F.linear(b, torch.eye(S), m[1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_learned_tensor_that_holds_a_mask(name):
+    function = lambda q, k, v, b, m: (q @ k.mT + HELD[name](b, m)).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), frozen(-1e9), exact=False)
+    assert found.path == "flex_attention"
+
+
+EARLIER = KEYS < 12
+LATER = KEYS[:, None] < KEYS
+#: Some keys are hidden by -inf and others by a finite number, so that softmax is over these in the first rows.
+TWO_KINDS = {
+    "filled": lambda s, b: (s + b.masked_fill(EARLIER, -torch.inf)).masked_fill(LATER, -1e9),
+    "added": lambda s, b: s + b + torch.where(EARLIER, -torch.inf, 0.0) + torch.where(LATER, LOWEST, 0.0),
+    "filled_twice": lambda s, b: (s + b + torch.where(LATER, -1e9, 0.0)).masked_fill(EARLIER, -torch.inf),
+    "in_a_learned_tensor": lambda s, b: (s + b.masked_fill(EARLIER, -torch.inf).roll(0, -1)).masked_fill(LATER, -1e9),
+    "padded": lambda s, b: s + F.pad(b[..., 12:], (12, 0), value=-torch.inf) + torch.where(LATER, -1e9, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", TWO_KINDS)
+def test_infinite_and_finite_masks(name):
+    function = lambda q, k, v, b: TWO_KINDS[name](q @ k.mT, b).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), exact=False)
+    assert found.path == "flex_attention"
+
+
+FILLS = {
+    "fill": torch.Tensor.masked_fill,
+    "where": lambda s, m, low: torch.where(m, low, s),
+    "where_of_a_method": lambda s, m, low: s.where(~m, low),
+    "full": lambda s, m, low: torch.where(m, torch.full_like(s, low), s),
+    "added": lambda s, m, low: s + torch.where(m, low, 0.0).to(s.dtype),
+    "multiplied": lambda s, m, low: s + m.to(s.dtype) * low,
+    "multiplied_twice": lambda s, m, low: s + m.to(s.dtype) * -0.3 * -low / 0.3,
+}
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e12, -1e30])
+@pytest.mark.parametrize("name", FILLS)
+def test_numbers_that_half_precision_rounds(name, low):
+    """The number of a row that is masked as a whole is that of its scores, to the last digit."""
+    inputs = [x.detach().bfloat16().requires_grad_() for x in (*tensors(), bias())]
+    function = lambda q, k, v, b, m: FILLS[name](q @ k.mT * 0.25 + b, ~m, low).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *inputs, LENGTHS, exact=False, tolerance=2e-2)
+    assert found.path == "flex_attention"
+
+
+@pytest.mark.parametrize("name", ["added", "multiplied", "multiplied_twice"])
+def test_a_moderate_number_leaves_the_scores(name):
+    """In half precision eager code rounds the scores beside -1e4 away. A kernel computes in fp32."""
+    function = lambda q, k, v, b, m: FILLS[name](q @ k.mT * 0.25 + b, ~m, -1e4).softmax(-1) @ v  # noqa: E731
+    given = [x.detach().bfloat16().requires_grad_() for x in (*tensors(), bias())]
+    compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
+    with eager_graphs():
+        got = run(compiled, (*given, LENGTHS))
+    want = run(function, (*(x.detach().float().requires_grad_() for x in given), LENGTHS))
+    for x, y in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert relative_error(x, y) < 2e-2
 
 
 def padded(q, k, v, b):

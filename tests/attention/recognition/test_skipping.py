@@ -16,7 +16,7 @@ from tests.soundness.check import check_matches_eager
 from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .spellings import LOWEST, SPELLINGS, S
-from .test_masks import FAR_FROM_ZERO, INSIDE, LENGTHS, MASKS, frozen
+from .test_masks import FAR_FROM_ZERO, HELD, INSIDE, LENGTHS, MASKS, TWO_KINDS, frozen
 from .test_regressions import bias
 from .test_traps import tensors
 
@@ -55,6 +55,21 @@ def test_a_mask_inside_an_expression(name):
     gate = torch.rand(1, 1, S, 1) + 0.5
     function = lambda q, k, v, b, m: INSIDE[name](q @ k.mT, b, m, gate).softmax(-1) @ v  # noqa: E731
     check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()), frozen(-1e9, LENGTHS & (QUERIES >= KEYS)))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_learned_tensor_that_holds_a_mask(name):
+    """Causal, so that the first rows see nothing but what the learned tensor hides."""
+    hidden = frozen(-1e9, KEYS >= 12).expand(2, 1, 1, S)
+    later = lambda s: s.masked_fill(QUERIES < KEYS, -1e9)  # noqa: E731
+    function = lambda q, k, v, b, m: later(q @ k.mT + HELD[name](b, m)).softmax(-1) @ v  # noqa: E731
+    check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()), hidden)
+
+
+@pytest.mark.parametrize("name", TWO_KINDS)
+def test_infinite_and_finite_masks(name):
+    function = lambda q, k, v, b: TWO_KINDS[name](q @ k.mT, b).softmax(-1) @ v  # noqa: E731
+    check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()))
 
 
 DOCUMENTS = torch.tensor([0] * 11 + [1] * 9 + [2] * 30)

@@ -1,0 +1,114 @@
+"""Writes that neither the name nor the schema of an op shows where Dynamo's graph calls it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.soundness.check import check_matches_eager
+
+from .spellings import S
+from .test_regressions import attend, bias
+from .test_traps import randn, tensors
+
+KEYS = torch.arange(S)
+
+
+@torch.library.custom_op("gradfuse_tests::refill", mutates_args={"x"})
+def refill(x: torch.Tensor, value: float) -> None:
+    """Overwrite a tensor."""
+    x.fill_(value)
+
+
+def by_a_custom_op(x, scores):
+    mask = torch.zeros(S)
+    torch.ops.gradfuse_tests.refill(mask, -5.0)
+    return scores + mask * KEYS
+
+
+def into_a_pair(x, scores):
+    values, places = x.new_zeros(S), torch.zeros(S, dtype=torch.long)
+    torch.max(x, -1, out=(values, places))
+    return scores + values * KEYS
+
+
+def through_numpy(x, scores):
+    mask = torch.zeros(S, S)
+    mask.numpy()[3:] = -2.0
+    return scores + mask * KEYS
+
+
+def running_statistics(x, scores):
+    mean = x.mean(1)
+    scores = scores + mean
+    F.batch_norm(x.T + 3.0, mean, x.new_ones(S), training=True)
+    return scores
+
+
+def running_statistics_of_instances(x, scores):
+    mean = x.mean(1)
+    scores = scores + mean
+    F.instance_norm(x[None] + 3.0, mean, x.new_ones(S), use_input_stats=True)
+    return scores
+
+
+def largest_norm(x, scores):
+    table = x * 3.0
+    scores = scores + table[KEYS, 1]
+    with torch.no_grad():
+        F.embedding(KEYS, table, max_norm=0.1)
+    return scores
+
+
+def in_a_checkpoint(x, scores):
+    mask = x[:, 0] * 2.0
+
+    def body(x):
+        mask.mul_(3.0)
+        return x * 1.5
+
+    scores = scores + mask
+    return scores + checkpoint(body, x, use_reentrant=False).sum()
+
+
+def in_a_list(x, scores):
+    masks = [x[:, 0] * 2.0, x[:, 1] * 1.0]
+    scores = scores + masks[0]
+    torch._foreach_mul_(masks, 3.0)
+    return scores
+
+
+WRITES = [
+    by_a_custom_op,
+    into_a_pair,
+    through_numpy,
+    running_statistics,
+    running_statistics_of_instances,
+    largest_norm,
+    in_a_checkpoint,
+    in_a_list,
+]
+
+
+@pytest.mark.parametrize("function", WRITES, ids=lambda f: f.__name__)
+def test_writes_to_what_scores_read(function):
+    attention = lambda q, k, v, b, x: function(x, q @ k.mT + b).softmax(-1) @ v  # noqa: E731
+    check_matches_eager(attention, *tensors(), bias(), randn(S, 5, grad=False), exact=True)
+
+
+@pytest.mark.parametrize("reads", ["query", "bias"])
+def test_a_write_in_a_checkpoint_to_what_the_attention_saves(reads):
+    """Eager code saves neither, because the keys, or the scores, need no gradient."""
+
+    def function(q, k, v, b):
+        q, b = q * 1.0, b * 1.0
+        out = attend(q, k, v, b)
+
+        def body(x):
+            (q if reads == "query" else b).mul_(3.0)
+            return x * 1.5
+
+        return checkpoint(body, out.detach(), use_reentrant=False) + out
+
+    q, k, v = tensors()
+    check_matches_eager(function, q, k.detach(), v, bias(), exact=True)
