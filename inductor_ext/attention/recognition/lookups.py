@@ -12,6 +12,9 @@ from ...core.fx import dtype_of, full_index, indices_of, shape_of
 from ...core.terms import arg, is_tensor, op
 from .views import Index, NotAView, broadcast
 
+#: The dtypes of an index. A mask is none: it has as many dims as it chooses from.
+_INDICES = (torch.int64, torch.int32)
+
 
 def is_lookup(node: Node) -> bool:
     """Return whether a node looks something up in a tensor. Brackets without a tensor are a view."""
@@ -28,7 +31,7 @@ def entries(node: Node, index: Index) -> tuple[Node, tuple[Any, ...]]:
     if not is_tensor(table):
         raise NotAView
     for entry in found:
-        if isinstance(entry, tuple) and dtype_of(entry[0]) not in (torch.int64, torch.int32):
+        if isinstance(entry, tuple) and dtype_of(entry[0]) not in _INDICES:
             raise NotAView
     return table, tuple(found)
 
@@ -67,7 +70,7 @@ def _brackets(node: Node, index: Index) -> tuple[Node, list[Any]]:
     known = all(isinstance(e, Node) or e == slice(None) for e in brackets)
     if (
         not known
-        or not all(is_tensor(brackets[at]) for at in tensors)
+        or not all(dtype_of(brackets[at]) in _INDICES for at in tensors)
         or tensors != list(range(tensors[0], tensors[-1] + 1))
     ):
         raise NotAView

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ...core.fx import fake_tensor, requires_grad
-from ...core.terms import CASTS, arg, is_tensor, op
+from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
 from ...core.writes import VIEWS, Writes
 
 #: A number of the graph that is further from zero may be a mask.
@@ -112,6 +112,8 @@ class Ordinary:
             return None
         if isinstance(fake_tensor(x), torch.nn.Parameter):
             return []
+        if not calls_torch(x):
+            return None
         if name in _LAYERS and requires_grad(x):
             added = arg(x, *_ADDED[name]) if name in _ADDED else None
             return [added] if isinstance(added, Node) else []

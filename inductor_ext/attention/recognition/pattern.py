@@ -61,6 +61,8 @@ def find(node: Node, writes: Writes) -> Attention | None:
 
     writes: the in-place operations of its graph.
     """
+    if not calls_torch(node):
+        return None
     if op(node) == "scaled_dot_product_attention":
         return _fused(node, writes)
     letters = equation(node)
@@ -79,7 +81,7 @@ def find(node: Node, writes: Writes) -> Attention | None:
 def _softmax_behind(node: Any) -> Node | None:
     """Return the softmax of which ``node`` is a cast, a view or a dropout; None if there is none."""
     while isinstance(node, Node) and op(node) != "softmax":
-        if op(node) not in _BETWEEN or not is_tensor(node):
+        if op(node) not in _BETWEEN or not is_tensor(node) or not calls_torch(node):
             return None
         node = arg(node, 0, "input")
     return node

@@ -258,14 +258,18 @@ def _copies_may_change(last: Node, writes: Writes) -> bool:
     What was a copy may become a view of the kernel's result, because that may have another layout.
     """
     returned = {storage_of(x) for n in last.graph.output_node().all_input_nodes if (x := fake_tensor(n)) is not None}
-    copies = [user for user in _users(last) if called(user) in _MAY_COPY and fake_tensor(user) is not None]
+    copies = [user for user in _moved(last) if called(user) in _MAY_COPY and fake_tensor(user) is not None]
     return any(writes.after(user) or storage_of(fake_tensor(user)) in returned for user in copies)
 
 
-def _users(last: Node) -> set[Node]:
-    """Return what uses the result, or the result with its dims in another order."""
-    moved = {user for node in last.users if op(node) in ("transpose", "permute") for user in node.users}
-    return {user for user in last.users if op(user) not in ("transpose", "permute")} | moved
+def _moved(last: Node) -> set[Node]:
+    """Return what uses the result, also after it was moved and reshaped."""
+    seen, pending = set(), [last]
+    while pending:
+        new = set(pending.pop().users) - seen
+        seen |= new
+        pending += [user for user in new if called(user) in _PASS_ON]
+    return seen
 
 
 _MAY_COPY = {"contiguous", "reshape", "flatten"}

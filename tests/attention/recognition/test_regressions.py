@@ -80,17 +80,6 @@ def a_residual_in_place(q, k, v, b):
     return out
 
 
-def a_copy_of_the_result_in_place(q, k, v, b):
-    """Eager mode copies here, and the kernel's output has the layout of the query, so that this would be a view."""
-    out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), b).transpose(1, 2).reshape(B, S, H * D)
-    out += 1.0
-    return out
-
-
-def a_view_of_the_result(q, k, v, b):
-    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), b).view(B * H, S, D)
-
-
 def probabilities_as_integers(q, k, v, b):
     return attend(q, k, v, b) + (q @ k.mT + b).softmax(-1).to(torch.bool).to(v.dtype) @ v
 
@@ -261,47 +250,6 @@ def test_deterministic_on_a_cpu():
     assert found.path == "stock"
 
 
-def test_the_memory_and_the_layout_of_the_result():
-    """A product whose result is not contiguous: it may be viewed, and written to after the graph."""
-
-    def function(q, k, v, b):
-        p = (torch.einsum("bqhd,bkhd->bhqk", q, k) + b).softmax(-1)
-        out = torch.einsum("bhqk,bkhd->bqhd", p, v)
-        return out, out.transpose(1, 2).view(B * H, S, D)
-
-    results = []
-    for run in (torch.compile(function, backend="gradfuse", fullgraph=True), function):
-        inputs = [*(randn(B, S, H, D) for _ in range(3)), bias()]
-        out, viewed = run(*inputs)
-        assert out.stride() == (S * H * D, D, S * D, 1) and viewed.is_contiguous()
-        out += 1.0
-        results.append(torch.autograd.grad(out.square().sum() + viewed.sum(), inputs))
-    assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("moved", [lambda x: x.view(B * H, S, D) + 1, lambda x: x + 1])
-def test_the_layout_of_a_reshaped_result(moved):
-    def function(q, k, v, b):
-        return moved(attend(*(x.transpose(1, 2) for x in (q, k, v)), b).reshape(B, H, S, D))
-
-    inputs = [*(randn(B, S, H, D) for _ in range(3)), bias()]
-    assert paths(function, *inputs) == ["flex_attention"]
-    assert torch.compile(function, backend="gradfuse", fullgraph=True)(*inputs).is_contiguous()
-
-
-def test_a_result_that_is_used_and_then_written_to():
-    """The second attention would read the first after the write."""
-
-    def function(q, k, v, b, k2):
-        first = attend(q, k, v, b)
-        scores = first @ k2.mT + b
-        first.add_(1.0)
-        return scores.softmax(-1) @ v, first
-
-    found = paths(function, *tensors(), bias(), randn(B, H, S, D, grad=False))
-    assert found == ["flex_attention", "stock"]
-
-
 def test_inference_mode():
     """Eager code refuses to multiply such probabilities by what needs a gradient; compiled code does not."""
 
@@ -315,28 +263,6 @@ def test_inference_mode():
     out = torch.compile(function, backend="gradfuse", fullgraph=True)(*inputs)
     gradients = torch.autograd.grad(out.sum(), inputs, allow_unused=True)
     assert [g is None for g in gradients] == [True, True, False, True]
-
-
-def test_a_copy_of_the_result_in_place():
-    assert paths(a_copy_of_the_result_in_place, *(randn(B, S, H, D) for _ in range(3)), bias()) == ["flex_attention"]
-
-
-def test_a_copy_of_the_result_that_is_returned_may_be_changed():
-    def function(q, k, v, b):
-        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), b).transpose(1, 2).reshape(B, S, H * D)
-
-    compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
-    gradients = []
-    for run in (compiled, function):
-        inputs = [*(randn(B, S, H, D) for _ in range(3)), bias()]
-        out = run(*inputs)
-        out += 1.0
-        gradients.append(torch.autograd.grad(out.square().sum(), inputs))
-    assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*gradients, strict=True))
-
-
-def test_a_view_of_the_result():
-    assert paths(a_view_of_the_result, *(randn(B, S, H, D) for _ in range(3)), bias()) == ["flex_attention"]
 
 
 SHAPES = {
@@ -381,6 +307,47 @@ LOOKUPS = {
 def test_lookups(name):
     function = lambda q, k, v, w: attend(q, k, v, LOOKUPS[name](w))  # noqa: E731
     assert paths(function, *tensors(), randn(H, 2 * S)) == ["flex_attention"]
+
+
+def scaled_dot_product_attention(q, k, v, attn_mask=None):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask) * 2 + q
+
+
+def matmul(p, v):
+    return torch.matmul(p, v) * 3
+
+
+def dropout(p):
+    return F.dropout(p, 0.0) * p
+
+
+NAMESAKES = {
+    "attention": lambda q, k, v, b: scaled_dot_product_attention(q, k, v, attn_mask=b),
+    "product": lambda q, k, v, b: matmul((q @ k.mT + b).softmax(-1), v),
+    "dropout": lambda q, k, v, b: dropout((q @ k.mT + b).softmax(-1)) @ v,
+}
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_users_functions_named_like_torch_s(name):
+    """``allow_in_graph`` makes each of them one node, whose function has the name of one of torch's."""
+    for function in (scaled_dot_product_attention, matmul, dropout):
+        torch.compiler.allow_in_graph(function)
+    assert paths(NAMESAKES[name], *tensors(), bias()) == []
+
+
+def test_a_negative_number_to_the_power_of_a_position():
+    """FX prints an operator as Python's, and ``-1 ** k`` is -(1 ** k)."""
+    function = lambda q, k, v, b: (q @ k.mT + b + (-1) ** torch.arange(S) * 0.5).softmax(-1) @ v  # noqa: E731
+    assert paths(function, *tensors(), bias()) == ["flex_attention"]
+
+
+def test_a_mask_in_brackets():
+    kept = torch.zeros(4, S, dtype=torch.bool)
+    kept[0] = True
+    function = lambda q, k, v, t, kept: (q @ k.mT + t[kept][:S]).softmax(-1) @ v  # noqa: E731
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert paths(function, *tensors(), bias(4, S), kept) == ["flex_attention"]
 
 
 def test_functions_that_only_have_the_name_of_torch_s():
