@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..core.fx import called, dtype_of, fake_tensor, indices_of, value_of
-from ..core.purity import INFERENCE_MODE, changes_in_place, is_pure, sets_gradient_mode, without_gradient
+from ..core.purity import INFERENCE_MODE, changes_in_place, is_pure, place_of_inplace, sets_gradient_mode, without_gradient
 from ..core.terms import CASTS, arg
 
 _OPERATORS = {
@@ -96,7 +96,7 @@ def out_of_place(node: Node) -> tuple[str, Any] | None:
     """
     if node.kwargs.get("out") is not None:
         return None
-    if node.kwargs.get("inplace") is True:
+    if node.kwargs.get("inplace") is True or (place_of_inplace(node.target) is not None and changes_in_place(node)):
         return node.op, node.target
     if node.target in _OPERATORS:
         return node.op, _OPERATORS[node.target]
@@ -112,10 +112,16 @@ def out_of_place(node: Node) -> tuple[str, Any] | None:
     return (node.op, getattr(torch, name)) if node.op == "call_function" and hasattr(torch, name) else None
 
 
+def operands_out_of_place(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node without ``inplace``."""
+    at = place_of_inplace(node.target)
+    args = tuple(False if i == at else x for i, x in enumerate(node.args))
+    return args, {name: x for name, x in node.kwargs.items() if name != "inplace"}
+
+
 def _replace(graph: Graph, node: Node) -> None:
     changed, value = node.args[0], value_of(node.args[0])
     op, target = out_of_place(node)
-    kwargs = {**node.kwargs, **({"inplace": False} if "inplace" in node.kwargs else {})}
     with graph.inserting_before(node):
         if target in ("fill", "zero"):
             fill = arg(node, 1, "value") if target == "fill" else 0
@@ -126,7 +132,7 @@ def _replace(graph: Graph, node: Node) -> None:
         elif target == "copy":
             new = graph.call_method("to", (node.args[1], value.dtype))
         else:
-            new = graph.create_node(op, target, node.args, kwargs)
+            new = graph.create_node(op, target, *operands_out_of_place(node))
         new.meta = dict(node.meta)
         if any(dtype_of(n) is not value.dtype for n in node.all_input_nodes):
             # The result of an in-place op has the dtype of the value that it changes, whatever the other operands are.

@@ -5,6 +5,8 @@ A rewrite may compute a value elsewhere, once instead of often, or not at all, o
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import re
 from collections.abc import Iterable
@@ -30,7 +32,18 @@ def changes_in_place(node: Node) -> bool:
     keyword = getattr(node.target, "__module__", "") == "_operator"
     written_to = (name.endswith("_") and not name.endswith("__") and not keyword) or name in _IN_PLACE_METHODS
     named = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
-    return written_to or name in _IN_PLACE_OPERATORS or named
+    at = place_of_inplace(node.target)
+    by_position = at is not None and len(node.args) > at and node.args[at] is True
+    return written_to or name in _IN_PLACE_OPERATORS or named or by_position
+
+
+@functools.cache
+def place_of_inplace(function: Any) -> int | None:
+    """Return which argument of a function is ``inplace``, as of ``relu(x, True)``; None if there is none."""
+    if isinstance(function, str) or getattr(function, "__module__", "") != "torch.nn.functional":
+        return None
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def is_random(node: Node) -> bool:

@@ -55,6 +55,15 @@ def _in_place_relu(t):
     return score_mod
 
 
+def _in_place_by_position(t):
+    def score_mod(s, b, h, q, k):
+        x = t["t"][h, k // 2] * 1.0
+        F.relu(x, True)
+        return s + x
+
+    return score_mod
+
+
 def _without_gradient(t):
     def score_mod(s, b, h, q, k):
         with torch.no_grad():
@@ -171,6 +180,18 @@ CASES = [
         "in_place_relu",
         _in_place_relu,
         lambda t: lambda s, b, h, q, k: s + F.relu(t["t"][h, k // 2]),
+        tables={"t": (HEADS, LENGTH)},
+    ),
+    case(
+        "in_place_by_position",
+        _in_place_by_position,
+        lambda t: lambda s, b, h, q, k: s + F.relu(t["t"][h, k // 2]),
+        tables={"t": (HEADS, LENGTH)},
+    ),
+    case(
+        "a_power_of_a_position",
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k] * (-1) ** k,
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k] * (1 - 2 * (k % 2)),
         tables={"t": (HEADS, LENGTH)},
     ),
     case(

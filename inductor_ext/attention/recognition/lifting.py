@@ -23,7 +23,7 @@ from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
 from ...core.writes import Writes
 from ...torch_api.sizes import size_hint
 from ..footprints import is_pointwise
-from ..functional import out_of_place
+from ..functional import operands_out_of_place, out_of_place
 from ..kinds import K, Q
 from . import lookups, views
 from .constants import folded
@@ -254,8 +254,8 @@ class Lift:
         if self._promotes(tensors):
             raise NotLifted
         made = {n: self.element(n, views.broadcast(index, shape_of(n))) for n in tensors}
-        args, kwargs = (torch.fx.map_arg(x, made.__getitem__) for x in (node.args, dict(node.kwargs)))
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "memory_format")}
+        args, kwargs = (torch.fx.map_arg(x, made.__getitem__) for x in operands_out_of_place(node))
+        kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
         element = _applied(kind, target, args, kwargs, dtype_of(node))
         self._check_reads(element)
         if not element.dtype.is_floating_point or element.name in _STEPS:

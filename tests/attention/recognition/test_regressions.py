@@ -134,7 +134,7 @@ EFFECTS = {
     the_mask_of_sdpa_is_assigned: ["stock"],
     queries_change_after_the_product: ["stock"],
     in_place_by_position: [],
-    scores_in_place_by_position: [],
+    scores_in_place_by_position: ["flex_attention"],
     a_list_in_place: [],
     softmax_without_gradient: ["stock"],
     probabilities_without_gradient: ["stock"],
