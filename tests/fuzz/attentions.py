@@ -25,6 +25,7 @@ class _Attention(Writer):
         self.keys = self.queries if rng.random() < 0.7 else rng.choice(_LENGTHS)
         self.width = rng.choice([16, 16, 32])
         self.folded = rng.random() < 0.2
+        self.infinite = False
 
     def add(self, expression: str, prefix: str = "v") -> str:
         """Add a statement, which must run."""
@@ -44,7 +45,7 @@ class _Attention(Writer):
         text = f"(torch.randn({list(shape)}, generator=g) * 0.5).to(device, torch.{self.dtype})"
         if self.rng.random() < grad:
             # A parameter holds no mask, and another tensor may.
-            text = f"torch.nn.Parameter({text})" if self.rng.random() < 0.5 else f"{text}.requires_grad_()"
+            text = f"torch.nn.Parameter({text})" if self.rng.random() < 0.7 else f"{text}.requires_grad_()"
         return self.input(text, "t")
 
     def operand(self, length: int) -> str:
@@ -137,6 +138,8 @@ class _Attention(Writer):
         rng = self.rng
         x = self.bias()
         kind = rng.randrange(13)
+        if rng.random() < 0.3:
+            return self.with_mask_inside(x)
         if kind == 10:
             return self.add(f"F.pad({x}[..., :-1], (0, 1), value=-1e4)")
         if kind == 11:
@@ -155,16 +158,39 @@ class _Attention(Writer):
             return self.add(f"torch.tanh({x}) * {self.learned(self.heads, 1, 1)}")
         if kind == 4:
             x = self.add(f"{x} * 1.0")
-            self.statement(rng.choice([f"{x}.mul_(0.5)", f"{x} += 0.25", f"{x}[..., 0] = 0.0"]))
+            changes = [f"{x}.mul_(0.5)", f"{x} += 0.25", f"{x}[..., 0] = 0.0", f"F.relu({x}, True)"]
+            self.statement(rng.choice(changes))
             return x
         return x
+
+    def with_mask_inside(self, x: str) -> str:
+        """A bias that holds a mask, as the graph computes it."""
+        rng, shape = self.rng, f"{self.batch}, {self.heads}, {self.queries}, {self.keys}"
+        visible, low = self.visible(x)
+        x, kind = self.add(f"{x}.expand({shape})"), rng.randrange(4)
+        if kind == 0:
+            x = self.add(f"{x} * 1.0")
+            self.statement(
+                rng.choice([f"{x}.masked_fill_(~{visible}, {low})", f"{x}[(~{visible}).expand({shape})] = {low}"])
+            )
+        elif kind == 1:
+            x = self.add(f"{x} + torch.tensor([{low}, 0.0], dtype={x}.dtype, device={self.device})[{visible}.long()]")
+        elif kind == 2:
+            x = self.add(f"{x}.where({visible}, {low})")
+        else:
+            factor = rng.choice(["1000.0 * 1000.0", "50.0 * 40.0", "9.0"])
+            x = self.add(f"{x} - (~{visible}) * {factor}")
+        return self.add(rng.choice([f"{x}.flip(0).flip(0)", f"{x}.roll(0, -1)", f"{x}.contiguous()", f"{x} + 0.5"]))
 
     # ------------------------------------------------ masks
 
     def condition(self) -> str:
-        """Which keys are visible. The first key always is, unless all keys of a sequence are padding."""
+        """Which keys are visible. The first key always is, or the last one, if the padding is on the left."""
         q, k, b = self.queries, self.keys, self.batch
-        kind = self.rng.randrange(5)
+        kind = self.rng.randrange(6)
+        if kind == 5:
+            start = self.input(f"torch.randint(0, {k}, [{b}], generator=g).to(device)", "i")
+            return self.add(f"(torch.arange({k}, device={self.device}) >= {start}[:, None])[:, None, None, :]")
         if kind == 0:
             i, j = (self.positions(n) for n in (q, k))
             return self.add(f"{i}[:, None] >= {j}[None, :]")
@@ -183,18 +209,28 @@ class _Attention(Writer):
         return self.add(f"{exists}[:, None, None, :].expand({b}, 1, {q}, {k})")
 
     def low(self, scores: str, empty_rows: bool = False) -> str:
-        finite = [f"torch.finfo({scores}.dtype).min", "-1e4", "-1e9"]
-        return self.rng.choice(finite if empty_rows else [*finite, "-float('inf')"])
+        lowest = f"torch.finfo({scores}.dtype).min"
+        finite = [lowest, lowest, lowest, "-1e4", "-1e9"]
+        # Two infinite masks might hide all keys of a row.
+        low = self.rng.choice(finite if empty_rows or self.infinite else [*finite, "-float('inf')"])
+        self.infinite = self.infinite or "inf')" in low
+        return low
 
-    def masked(self, scores: str) -> str:
-        rng, visible = self.rng, self.condition()
-        if rng.random() < 0.25:
+    def visible(self, scores: str) -> tuple[str, str]:
+        """Which keys are visible, and the number that hides the others."""
+        visible = self.condition()
+        if self.rng.random() < 0.5:
             # Rows without a key.
             row = self.input(f"(torch.rand([{self.queries}, 1], generator=g) < 0.8).to(device)", "i")
-            visible, low = self.add(f"{visible} & {row}"), self.low(scores, empty_rows=True)
-        else:
-            low = self.low(scores)
-        kind = rng.randrange(9)
+            return self.add(f"{visible} & {row}"), self.low(scores, empty_rows=True)
+        return visible, self.low(scores)
+
+    def masked(self, scores: str) -> str:
+        rng = self.rng
+        visible, low = self.visible(scores)
+        kind = rng.randrange(10)
+        if kind == 9:
+            return self.add(f"{scores}.where({visible}, {low})")
         if kind == 6:
             return self.add(f"{scores} + ({visible}.long() - 1) * {rng.choice(['10**4', '2000'])}")
         if kind == 7:
@@ -245,8 +281,11 @@ class _Attention(Writer):
             if rng.random() < 0.15:
                 self.statement(f"{scores} += {term}")
             else:
-                scores = self.add(rng.choice([f"{scores} + {term}", f"{term} + {scores}", f"{scores} - {term}"]))
-        return self.masked(scores) if rng.random() < 0.5 else scores
+                minus = [] if self.infinite else [f"{scores} - {term}"]
+                scores = self.add(rng.choice([f"{scores} + {term}", f"{term} + {scores}", *minus]))
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 2])):
+            scores = self.masked(scores)
+        return scores
 
     def probabilities(self, scores: str) -> str:
         rng = self.rng
