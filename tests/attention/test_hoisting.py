@@ -241,7 +241,6 @@ def test_an_expression_that_uses_each_step_several_times():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("number", [torch.tensor(100), torch.tensor([100, 7])[0]], ids=["number", "element"])
 def test_the_dtype_of_a_number_in_a_tensor_counts():
     """int8 times an int64 number is int64. On a grid of int8, the number's dtype would not count, and 2 * 100 would wrap."""
     t, narrow, number = table(2, 11), torch.arange(LENGTH, dtype=torch.int8) % 4, torch.tensor(100)

@@ -312,6 +312,8 @@ class _Attention(Writer):
         mask = self.term()
         if rng.random() < 0.5:
             mask = self.masked(self.add(f"{mask}.expand({self.batch}, {self.heads}, {self.queries}, {self.keys})"))
+        if self.dtype == "bfloat16":
+            mask = self.add(f"{mask}.to({query}.dtype)")
         scale = rng.choice(["", ", scale=1.0", ", scale=0.3"])
         return self.add(f"F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={mask}{scale})")
 
@@ -326,6 +328,9 @@ class _Attention(Writer):
             probabilities = self.probabilities(scores)
             if rng.random() < 0.1:
                 returned.append(probabilities)
+            if self.dtype == "bfloat16":
+                # A distance or a mask may have made fp32 of the scores.
+                probabilities = self.add(f"{probabilities}.to({value}.dtype)")
             letters = "nqk,nkd->nqd" if self.folded else "bhqk,bhkd->bhqd"
             products = [f"{probabilities} @ {value}", f"torch.matmul({probabilities}, {value})"]
             products.append(f"torch.einsum('{letters}', {probabilities}, {value})")
