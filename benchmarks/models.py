@@ -1,12 +1,13 @@
-"""A training step of unmodified models of transformers: stock Inductor, gradfuse and eager, under bf16 autocast.
+"""A training step of unmodified models of transformers: stock Inductor, gradfuse and eager, in bf16.
 
 python -m benchmarks.models                           # every model; writes results/models.json
 python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
 python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
 
-A step is forward, loss and backward. The time is the median, and the peak is what a step allocates beyond parameters. Every
-model has a process for each peer, with an empty cache of its own. All processes compile at the same time, and then they are
-timed one after another. Last, new processes take a first step with these caches, again all at the same time.
+A step is forward, loss and backward, under autocast, or with parameters in bf16 for models of experts. The time is the
+median, and the peak is what a step allocates beyond parameters. Every model has a process for each peer, with an empty cache of its
+own. All processes compile at the same time, and then they are timed one after another. Last, new processes take a first step
+with these caches, again all at the same time.
 """
 
 from __future__ import annotations
@@ -42,15 +43,21 @@ BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
 class Model:
     """build: from overrides of the configuration to a model. batch, length: of the inputs. inputs: makes them.
 
-    smaller: the overrides of a smoke test, and shorter: the length of its inputs.
+    smaller: the overrides of a smoke test, and shorter: the length of its inputs. dtype: of the parameters. In fp32, a step
+    runs under autocast.
     """
 
     build: Callable[..., nn.Module]
     batch: int
     length: int
-    inputs: Callable[[int, int], dict[str, torch.Tensor]]
+    inputs: Callable[[int, int], dict[str, Any]]
     smaller: dict[str, Any]
     shorter: int = 64
+    dtype: torch.dtype = torch.float32
+
+
+def _ids(batch: int, length: int) -> dict[str, Any]:
+    return {"input_ids": torch.randint(3, 1000, (batch, length)), "use_cache": False}
 
 
 def _tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -106,7 +113,29 @@ def _mpnet(**sizes: Any) -> nn.Module:
     return hf.MPNetModel(hf.MPNetConfig(**{"max_position_embeddings": 514} | sizes), add_pooling_layer=False)
 
 
+def _mixtral(**sizes: Any) -> nn.Module:
+    return hf.MixtralModel(hf.MixtralConfig(**{"num_hidden_layers": 1} | sizes))
+
+
+def _qwen3_moe(**sizes: Any) -> nn.Module:
+    """Two layers of Qwen3-30B-A3B."""
+    base = {"hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4}
+    base |= {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    return hf.Qwen3MoeModel(hf.Qwen3MoeConfig(**base | {"vocab_size": 32000} | sizes))
+
+
+def _gpt_oss(**sizes: Any) -> nn.Module:
+    """Two layers of gpt-oss-20b."""
+    base = {"num_hidden_layers": 2, "num_local_experts": 32, "vocab_size": 32000}
+    return hf.GptOssModel(hf.GptOssConfig(**base | sizes))
+
+
+def _mamba(**sizes: Any) -> nn.Module:
+    return hf.MambaModel(hf.MambaConfig(**{"hidden_size": 768, "num_hidden_layers": 24} | sizes))
+
+
 _TWO_LAYERS = {"num_hidden_layers": 2}
+_FEW_EXPERTS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _SMALL_SWIN = {"depths": [2, 2], "num_heads": [4, 8], "image_size": 64, "patch_size": 2, "window_size": 4}
 MODELS = {
     "t5_base_512": Model(_t5, 8, 512, _both_sides, {"num_layers": 1}),
@@ -120,12 +149,18 @@ MODELS = {
         _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS, 8000
     ),
     "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}, 1024),
+    "mixtral": Model(_mixtral, 2, 4096, _ids, {**_FEW_EXPERTS, "intermediate_size": 64}, dtype=torch.bfloat16),
+    "qwen3_moe": Model(
+        _qwen3_moe, 4, 4096, _ids, {**_FEW_EXPERTS, "moe_intermediate_size": 32, "num_experts": 8}, dtype=torch.bfloat16
+    ),
+    "gpt_oss": Model(_gpt_oss, 2, 4096, _ids, {**_FEW_EXPERTS, "intermediate_size": 64}, dtype=torch.bfloat16),
+    "mamba_130m": Model(_mamba, 1, 1024, _ids, {**_TWO_LAYERS, "hidden_size": 64}),
 }
 
 
-def _step(model: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> None:
+def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: bool) -> None:
     model.zero_grad(set_to_none=True)
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
         hidden = model(**inputs)[0]
     hidden.float().square().mean().backward()
 
@@ -134,14 +169,15 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
     """Milliseconds of a step, its peak memory, and what gradfuse decided. Waits for a line of input before it times."""
     case, device = MODELS[name], "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = case.build(**(case.smaller if smoke else {})).train().to(device)
+    model = case.build(**(case.smaller if smoke else {})).train().to(device, case.dtype)
     batch, length = (1, case.shorter) if smoke else (case.batch, case.length)
-    inputs = {k: v.to(device) for k, v in case.inputs(batch, length).items()}
+    inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in case.inputs(batch, length).items()}
+    autocast = case.dtype is torch.float32
     row: dict[str, Any] = {"model": name, "batch": batch, "length": length, "peer": peer}
     run = torch.compile(model, backend=BACKENDS[peer]) if peer != "eager" else model
     begin = time.perf_counter()
     with collect() as report:
-        _step(run, inputs, device)
+        _step(run, inputs, device, autocast)
     if device == "cuda":
         torch.cuda.synchronize()
     row["first_step_s"] = time.perf_counter() - begin
@@ -152,7 +188,7 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
         print("ready", flush=True)
         if input() == "time":
-            row |= _times(lambda: _step(run, inputs, device))
+            row |= _times(lambda: _step(run, inputs, device, autocast))
     return row
 
 

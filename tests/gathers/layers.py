@@ -93,6 +93,15 @@ def chosen_by_experts(tokens, router, up, down, topk=2):
     return torch.zeros_like(tokens).index_add(0, taken.reshape(-1), outputs.view(-1, tokens.shape[1]))
 
 
+def with_weights_of_tokens(tokens, router, up, down, topk=2):
+    """Each token looks up the weights of its experts, for a batched matmul (transformers' batched_mm)."""
+    weight, chosen = route(tokens, router, topk)
+    experts = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(topk, dim=0).unsqueeze(-1)
+    outputs = torch.bmm(down[experts], silu(torch.bmm(up[experts], rows))).squeeze(-1)
+    return (outputs * weight.reshape(-1, 1)).view(len(tokens), topk, -1).sum(1).to(tokens.dtype)
+
+
 def grouped(tokens, router, up, down, topk=2):
     """Sort, gather, one grouped matmul for all experts, multiply by weights, index_add (torchtitan, transformers 5).
 
@@ -124,4 +133,5 @@ LAYERS = (
     with_capacity,
     chosen_by_experts,
     looped_over_experts,
+    with_weights_of_tokens,
 )
