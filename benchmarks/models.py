@@ -5,9 +5,9 @@ python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
 python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
 
 A step is forward, loss and backward, under autocast, or with parameters in bf16 for models of experts. The time is the
-median, and the peak is what a step allocates beyond parameters. Every model has a process for each peer, with an empty cache of its
-own. All processes compile at the same time, and then they are timed one after another. Last, new processes take a first step
-with these caches, again all at the same time.
+median, and the peak is what a step allocates beyond parameters. Every model has a process for each peer, with an empty
+cache of its own. All processes compile at the same time, and then they are timed one after another. Last, new processes
+take a first step with these caches, again all at the same time.
 """
 
 from __future__ import annotations
