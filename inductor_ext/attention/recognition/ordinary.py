@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...core.fx import fake_tensor, requires_grad
-from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
+from ...core.fx import dtype_of, fake_tensor, requires_grad
+from ...core.purity import changes_in_place
+from ...core.terms import CASTS, arg, calls_torch, canonical_name, is_tensor, op
 from ...core.writes import VIEWS, Writes
+from ..functional import out_of_place
 
 #: A number of the graph that is further from zero may be a mask.
 FAR = 1e3
@@ -34,7 +36,8 @@ _ADDED |= dict.fromkeys(("conv1d", "conv2d", "conv3d"), (2, "bias"))
 _TABLES = {"embedding": 1, "getitem": 0, "index_select": 0, "gather": 0, "take_along_dim": 0}
 
 _NEW = "zeros ones full empty tensor arange zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
-_MOVED = "roll flip cat concat concatenate stack hstack vstack chunk tril triu pad constant_pad_nd copy setitem dropout diff"
+_MOVED = "roll flip cat concat concatenate stack hstack vstack chunk tril triu dropout diff interpolate"
+_WRITTEN = "copy fill zero setitem pad"
 _CHOSEN = "where masked_fill index_put index_fill index_copy scatter minimum maximum amin amax min max mean clamp clip"
 _ELEMENTWISE = """
 add sub rsub neg abs mul div relu gelu silu sigmoid tanh softplus logsigmoid elu leaky_relu hardtanh softsign erf sin cos
@@ -42,9 +45,11 @@ sign log log1p floor ceil round trunc eq ne lt le gt ge and or xor not logical_a
 bitwise_or bitwise_xor clamp_min clamp_max sqrt
 """
 #: Ops that make no number that is much further from zero than their operands and numbers are.
-_KEEP = VIEWS | CASTS | set(f"{_NEW} {_MOVED} {_CHOSEN} {_ELEMENTWISE}".split())
+_KEEP = VIEWS | CASTS | set(f"{_NEW} {_MOVED} {_WRITTEN} {_CHOSEN} {_ELEMENTWISE}".split())
 #: Ops that do, which are followed only if they are applied to what is learned.
 _GROW = set(["exp", "exp2", "expm1", "pow", "square", "reciprocal", "rsqrt", "sum", "cumsum", "norm", "var", "std"])
+#: Ops of which only the first argument has values of the result. The others are sizes, dims and the like.
+_ONLY_MOVE = VIEWS | set(_MOVED.split())
 
 
 @dataclass
@@ -107,10 +112,10 @@ class Ordinary:
 
     def _operands(self, x: Node, numbers: _Numbers) -> list[Node] | None:
         """Return what must be followed of the operands of a node, or None if it may make a mask."""
-        name = op(x).removesuffix("_")
+        name = _name(x)
         if self.writes.unknown(x):
             return None
-        if isinstance(fake_tensor(x), torch.nn.Parameter):
+        if isinstance(fake_tensor(x), torch.nn.Parameter) or dtype_of(x) is torch.bool:
             return []
         if not calls_torch(x):
             return None
@@ -131,13 +136,24 @@ class Ordinary:
         return [n for value in values for n in _nodes(value)]
 
 
+def _name(x: Node) -> str:
+    """Return the name of the op of a node, and for an in-place op that of the same computation out of place."""
+    found = out_of_place(x) if changes_in_place(x) else None
+    if found is None:
+        return op(x)
+    return canonical_name(found[1] if isinstance(found[1], str) else found[1].__name__)
+
+
 def _values(x: Node, name: str) -> list[Any]:
     """Return the arguments of a node whose numbers are values of its result, and no sizes, dims or indices."""
     if name == "setitem":
         return [x.args[0], x.args[2]]
     if name == "pad":
         return [arg(x, 0, "input"), arg(x, 3, "value")]
-    return list(x.args[:1]) if name in VIEWS else [*x.args, *x.kwargs.values()]
+    first = x.args[0] if x.args else x.kwargs.get("input", x.kwargs.get("tensors"))
+    if name in _ONLY_MOVE and first is not None:
+        return [first]
+    return [*x.args, *x.kwargs.values()]
 
 
 def _nodes(value: Any) -> Iterable[Node]:

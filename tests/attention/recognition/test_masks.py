@@ -213,6 +213,12 @@ def assigned(b, m):
     return b + 0.5
 
 
+def added_in_place(b, m):
+    b = b.expand(B, -1, S, S) * 1.0
+    b += m
+    return b.roll(0, -1)
+
+
 def in_a_layer(b, m):
     return torch.baddbmm(
         m.expand(B, H, S, S).flatten(0, 1), b.expand(B, -1, S, S).flatten(0, 1), torch.eye(S).expand(B * H, S, S)
@@ -228,6 +234,8 @@ HELD = {
     "an_exponential": lambda b, m: (b - torch.exp((KEYS[:, None] == 5) * 30.0)).roll(1, -1),
     "a_power": lambda b, m: (b - ((KEYS[:, None] == 5) * 31.0) ** 6).roll(1, -1),
     "an_outer_product": lambda b, m: (b + torch.einsum("bq,bk->bqk", torch.ones(B, S), m[:, 0, 0])[:, None]).roll(1, -1),
+    "by_keyword": lambda b, m: torch.reshape(input=b + m, shape=(B, H, S, S)).contiguous(),
+    "added_in_place": added_in_place,
     "in_a_layer": lambda b, m: in_a_layer(b, m).view(B, H, S, S),
     "the_bias_of_a_layer": lambda b, m: F.linear(b, torch.eye(S), m[1, 0, 0]),
 }
@@ -238,6 +246,31 @@ def test_a_learned_tensor_that_holds_a_mask(name):
     function = lambda q, k, v, b, m: (q @ k.mT + HELD[name](b, m)).softmax(-1) @ v  # noqa: E731
     (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), frozen(-1e9), exact=False)
     assert found.path == "flex_attention"
+
+
+def two_parameters(b, t):
+    b = b * 1.0
+    b += t
+    return b.roll(1, -1)
+
+
+#: What is learned, and holds no mask.
+ORDINARY = {
+    "in_place": two_parameters,
+    "chosen_by_position": lambda b, t: torch.where(torch.arange(2000)[:S] > 1500, b, t).roll(1, -1),
+    "an_exponential": lambda b, t: (b.exp() + t).roll(1, -1),
+    "resized": lambda b, t: torch.cat([F.interpolate(b[..., :16], size=(S, 16), mode="bilinear"), t[..., 16:]], dim=-1),
+    "of_a_layer": lambda b, t: F.linear(b, t[0, 0]).roll(1, -1) / 4,
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_learned_tensor_without_a_mask_costs_no_maximum(name):
+    function = lambda q, k, v, b, t: (q @ k.mT + ORDINARY[name](b, t)).softmax(-1) @ v  # noqa: E731
+    parameters = [torch.nn.Parameter(bias().detach()) for _ in range(2)]
+    with eager_graphs() as graphs:
+        torch.compile(function, backend="gradfuse", fullgraph=True)(*tensors(), *parameters)
+    assert graphs and not any("amax" in graph.code for graph in graphs)
 
 
 EARLIER = KEYS < 12
