@@ -71,6 +71,11 @@ class DenseAttention:
         others = [key.to(work), value.to(work), k, b, h, *sizes, *tables, *captured]
         return _Setup(work, blocks, keys, keys.visits(tables, blocks.positions()), captured[: self.num_captured], others)
 
+    def _captured(self, rest: Sequence[Any]) -> list[Any]:
+        """Return what the score_mod captures of the operands after q, k, v."""
+        count = 4 if self.has_full_blocks else 2
+        return list(rest[count : count + self.num_captured])
+
     def _named(self, rest: Sequence[Any]) -> tuple[list[Tensor], list[Any], list[Any]]:
         """Split the operands after b and h: lengths and tables of listed blocks, score_mod captures, mask_mod captures."""
         operands = list(rest)
@@ -147,6 +152,9 @@ class DenseAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(out, logsumexp, max_scores)``. The op defines the last two in base 2 and fp32."""
+        if _empty(query, key):
+            nothing = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+            return query.new_zeros([*query.shape[:3], value.shape[3]]), nothing, nothing.clone()
         out, lse, top = self._rows(query, key, value, *rest)
         lse, top = ((x / math.log(2)).to(torch.float32) for x in (lse, top))
         return out.to(query.dtype), lse, top
@@ -203,8 +211,13 @@ class DenseAttention:
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Return the gradients of query, key, value and of each captured tensor (None if it needs no gradient)."""
+        joint = self.joint
+        if _empty(query, key):
+            learned = zip(self._captured(rest), joint.wanted, strict=True)
+            captured = tuple(torch.zeros_like(c) if want else None for c, want in learned)
+            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), captured
         setup = self._setup(query, key, value, rest)
-        joint, work, keys = self.joint, setup.work, setup.keys
+        work, keys = setup.work, setup.keys
         # The op returns the logsumexp in fp32, which is not exact enough for float64.
         exact = work is torch.float64
         logsumexp = self._rows(query, key, value, *rest)[1] if exact else logsumexp * math.log(2)
@@ -299,6 +312,11 @@ def _accumulate(table: Tensor, indices: list[Tensor], addend: Tensor) -> Tensor:
         hit = torch.arange(table.shape[dim], device=table.device) == index.reshape(())
         one_hot = torch.where(hit.reshape([-1 if d == dim else 1 for d in range(table.dim())]), one_hot, 0.0)
     return table + one_hot
+
+
+def _empty(query: Tensor, key: Tensor) -> bool:
+    """Return whether there are no scores, of which there would be no largest one."""
+    return any(isinstance(n, int) and n == 0 for n in (*query.shape[:3], key.shape[2]))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -106,3 +106,21 @@ def test_operands_that_inductor_lays_out_otherwise():
     grads = torch.autograd.grad(out.square().sum(), inputs), torch.autograd.grad(want.square().sum(), exact)
     for x, y in [(out, want), *zip(*grads, strict=True)]:
         assert (x - y).norm() < 1e-5 * y.norm()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 16, 16), (1, 0, 16, 16), (1, 2, 0, 16), (1, 2, 16, 0)], ids=str)
+def test_no_scores(shape):
+    batch, heads, queries, keys = shape
+    sizes = (batch, heads, queries, 16), (batch, heads, keys, 16), (batch, heads, keys, 16), (2,)
+    inputs = [torch.randn(size, requires_grad=True) for size in sizes]
+
+    def attend(q, k, v, t):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + t[h] * j)
+
+    torch._dynamo.reset()
+    with eager_graphs():
+        out = torch.compile(attend, backend="gradfuse")(*inputs)
+        gradients = torch.autograd.grad(out.sum(), inputs)
+    assert out.shape == (batch, heads, queries, 16) and not out.any()
+    for x, gradient in zip(inputs, gradients, strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
