@@ -48,8 +48,9 @@ CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "long",
 
 
 def canonical_name(name: str) -> str:
-    """The one name that stands for all names of an op."""
-    return _ALIASES.get(name, name)
+    """The one name that stands for all names of an op, which may be an operator's method (``__eq__``)."""
+    plain = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+    return _ALIASES.get(plain, plain)
 
 
 def op(node: Any) -> str:
