@@ -129,11 +129,21 @@ class Ordinary:
         elif name not in _KEEP:
             return None
         values = _values(x, name)
+        nodes = [n for value in values for n in _nodes(value)]
+        if name == "mul" and sum(map(_is_computed_from_positions, nodes)) > 1:
+            return None
         for position, value in enumerate(values):
             how = name if name == "mul" or (name == "div" and position == 1) else ""
             for number in _flat(value):
                 numbers.meet(number, how)
-        return [n for value in values for n in _nodes(value)]
+        # The logarithm of zero is -inf.
+        numbers.infinite |= name == "log"
+        return nodes
+
+
+def _is_computed_from_positions(n: Node) -> bool:
+    """Return whether a node, of which nothing is data, has numbers that are not learned."""
+    return is_tensor(n) and not requires_grad(n) and dtype_of(n) is not torch.bool
 
 
 def _name(x: Node) -> str:

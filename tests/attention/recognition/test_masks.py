@@ -213,6 +213,10 @@ def assigned(b, m):
     return b + 0.5
 
 
+def fourth_power(x):
+    return (x * x) * (x * x)
+
+
 def added_in_place(b, m):
     b = b.expand(B, -1, S, S) * 1.0
     b += m
@@ -233,6 +237,7 @@ HELD = {
     "a_product_of_numbers": lambda b, m: (b - (KEYS > 5) * 1000.0 * 1000.0 * 1000.0).roll(1, -1),
     "an_exponential": lambda b, m: (b - torch.exp((KEYS[:, None] == 5) * 30.0)).roll(1, -1),
     "a_power": lambda b, m: (b - ((KEYS[:, None] == 5) * 31.0) ** 6).roll(1, -1),
+    "a_product_of_positions": lambda b, m: (b - fourth_power(torch.where(KEYS == 20, KEYS, 0)[:, None])).roll(1, -1),
     "an_outer_product": lambda b, m: (b + torch.einsum("bq,bk->bqk", torch.ones(B, S), m[:, 0, 0])[:, None]).roll(1, -1),
     "by_keyword": lambda b, m: torch.reshape(input=b + m, shape=(B, H, S, S)).contiguous(),
     "added_in_place": added_in_place,
@@ -281,6 +286,7 @@ TWO_KINDS = {
     "added": lambda s, b: s + b + torch.where(EARLIER, -torch.inf, 0.0) + torch.where(LATER, LOWEST, 0.0),
     "filled_twice": lambda s, b: (s + b + torch.where(LATER, -1e9, 0.0)).masked_fill(EARLIER, -torch.inf),
     "in_a_learned_tensor": lambda s, b: (s + b.masked_fill(EARLIER, -torch.inf).roll(0, -1)).masked_fill(LATER, -1e9),
+    "a_logarithm": lambda s, b: s + (b + torch.log((KEYS >= 12).float())).roll(0, -1) + torch.where(LATER, -1e9, 0.0),
     "padded": lambda s, b: s + F.pad(b[..., 12:], (12, 0), value=-torch.inf) + torch.where(LATER, -1e9, 0.0),
 }
 
