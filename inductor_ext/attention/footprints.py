@@ -30,7 +30,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..core.fx import dtype_of, name_of, value_or_none
+from ..core.fx import dtype_of, indices_of, name_of, value_or_none
 from ..core.integers import exact_integers
 from ..torch_api.sizes import ValueRanges, bound_sympy
 from .kinds import COLUMN, NONE, PAIR, ROW, FootprintKind, K, Q, join, recognise
@@ -243,7 +243,7 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
         return _Value(NOTHING)
     name = name_of(node)
     if _reads(node):
-        scalar = all(isinstance(i, (int, Node)) for i in _indices(node))
+        scalar = all(isinstance(i, (int, Node)) for i in indices_of(node))
         # Only captured tensors count: an element of a vector that is computed for each position could not be read outside.
         captured = isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
         return _Value(joined) if scalar and captured else _Value(UNKNOWN)
@@ -266,11 +266,6 @@ def is_pointwise(name: str, operands: int) -> bool:
     # Dynamo of torch 2.11 calls some operators as methods.
     name = name.removeprefix("__").removesuffix("__")
     return name in POINTWISE or f"{name}_" in POINTWISE or (name in _BINARY_ONLY and operands == 2)
-
-
-def _indices(node: Node) -> Sequence[Any]:
-    indices = node.args[1]
-    return indices if isinstance(indices, (tuple, list)) else (indices,)
 
 
 def _size_symbol(captured: Node) -> sympy.Expr | None:

@@ -96,6 +96,8 @@ SPELLINGS = [
     ("u[h].sum()", "head+none"),
     ("s + torch.rand_like(s)", "unknown"),
     ("torch.max(q, k)", "pair"),
+    # A list is one index of several elements, or several indices: torch is about to change its meaning.
+    ("u[[h, k]]", "unknown"),
 ]
 NAMES = "s, b, h, q, k, c, t, u, w"
 

@@ -116,7 +116,9 @@ def _in_large_blocks(init):
 
     def call(self, fn, triton_meta, configs, *rest, **named):
         meta, kind = named.get("inductor_meta") or {}, named.get("heuristic_type")
-        if kind is not HeuristicType.TEMPLATE and not meta.get("no_x_dim"):
+        # A sum of one element adds it by each lane of a block.
+        one_element = (named.get("size_hints") or {}).get("x") == 1
+        if kind is not HeuristicType.TEMPLATE and not meta.get("no_x_dim") and not one_element:
             for tile in configs:
                 least = 1024 if kind is HeuristicType.POINTWISE and "YBLOCK" not in tile.kwargs else 64
                 tile.kwargs["XBLOCK"] = max(tile.kwargs.get("XBLOCK", 1), least)
