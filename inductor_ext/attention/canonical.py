@@ -87,7 +87,8 @@ def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
     """Add ``module`` beside the score_mod that it replaces, which other nodes may share, and return a node for it."""
     for power in module.graph.find_nodes(op="call_function", target=operator.pow):
         # FX prints an operator as Python's, and ``-1 ** k`` is -(1 ** k).
-        power.target = torch.pow
+        if fake_tensor(power) is not None:
+            power.target = torch.pow
     module.recompile()
     fresh, i = f"{name}_gradfuse", 0
     while hasattr(gm, fresh):

@@ -80,9 +80,10 @@ def _written(node: Node) -> list[Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     if changes_in_place(node) or called(node).startswith("_foreach_"):
+        # With ``out=``, the first operand is only read.
         out = node.kwargs.get("out")
-        lists = [x for a in node.args[:1] if isinstance(a, (list, tuple)) for x in a]
-        return [x for x in (*node.args[:1], *lists, out) if isinstance(x, Node)]
+        written = node.args[0] if out is None and node.args else out
+        return [x for x in (written if isinstance(written, (list, tuple)) else [written]) if isinstance(x, Node)]
     if isinstance(node.target, OpOverload):
         return written_operands(node)
     if is_kernel_that_writes(node.target):

@@ -21,11 +21,11 @@ def positions_in(index: Any) -> set[sympy.Symbol]:
 
 
 def as_stored(x: Any, dtype: torch.dtype) -> Any:
-    """Return a Python float as a tensor of half precision stores it, and anything else as it is.
+    """Return a Python number as a tensor of half precision stores it, and anything else as it is.
 
-    A kernel computes in fp32, and what the graph rounds is rounded in it or not, as its compiler likes.
+    A kernel computes in fp32, and its compiler may leave out what rounds to half precision.
     """
-    if not isinstance(x, float) or dtype not in HALF:
+    if type(x) not in (int, float) or dtype not in HALF:
         return x
     with real_tensors():
         return torch.tensor(x, dtype=dtype, device="cpu").item()

@@ -8,6 +8,7 @@ have a number that is far from zero, or numbers whose product is.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ from ..functional import out_of_place
 FAR = 1e3
 #: The same for a number on the way to an exponential or a power.
 _FAR_BEFORE_GROWTH = 6.0
+#: The smallest number that has a reciprocal.
+_SMALLEST = 1.0 / sys.float_info.max
 
 #: What layers compute is no mask, whatever they are applied to.
 _LAYERS = {"matmul", "linear", "einsum", "baddbmm", "addmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
@@ -47,38 +50,46 @@ bitwise_or bitwise_xor clamp_min clamp_max sqrt
 #: Ops that make no number that is much further from zero than their operands and numbers are.
 _KEEP = VIEWS | CASTS | set(f"{_NEW} {_MOVED} {_WRITTEN} {_CHOSEN} {_ELEMENTWISE}".split())
 #: Ops that do, which are followed only if they are applied to what is learned.
-_GROW = set(["exp", "exp2", "expm1", "pow", "square", "reciprocal", "rsqrt", "sum", "cumsum", "norm", "var", "std"])
+_GROW = {"exp", "exp2", "expm1", "pow", "square", "reciprocal", "rsqrt", "sum", "cumsum", "norm", "var", "std"}
 #: Ops of which only the first argument has values of the result. The others are sizes, dims and the like.
 _ONLY_MOVE = VIEWS | set(_MOVED.split())
 
 
 @dataclass
 class _Numbers:
-    """The numbers that were met. product: of the factors. largest: of the others. grows: whether an op in ``_GROW`` was."""
+    """The numbers that were met, as distances from zero.
+
+    product: of the factors above 1. reciprocals: of those below 1, which count in a divisor only. largest: of all other
+    numbers and their reciprocals. grows: whether there is an op in ``_GROW``. divides: whether there is a divisor that is
+    computed. infinite: whether one is infinite.
+    """
 
     product: float = 1.0
+    reciprocals: float = 1.0
     largest: float = 1.0
     grows: bool = False
+    divides: bool = False
     infinite: bool = False
 
     def meet(self, number: float, how: str) -> None:
         """Note a number that is an operand of an op, multiplied ("mul"), divided by ("div"), or used otherwise."""
         size = abs(float(number))
-        if math.isinf(size) or math.isnan(size):
+        if not math.isfinite(size):
             self.infinite = True
-        elif how == "mul":
-            self.product *= max(size, 1.0)
         elif size:
-            inverse = 1.0 / size if size > 1.0 / torch.finfo(torch.float64).max else math.inf
-            if how == "div":
-                self.product *= max(inverse, 1.0)
+            reciprocal = 1.0 / size if size > _SMALLEST else math.inf
+            factor, other = (reciprocal, size) if how == "div" else (size, reciprocal)
+            if how:
+                self.product *= max(factor, 1.0)
+                self.reciprocals *= max(other, 1.0)
             else:
-                self.largest = max(self.largest, size, inverse)
+                self.largest = max(self.largest, size, reciprocal)
 
     def far(self, minus_infinity: bool) -> bool:
         """Return whether they may make a mask. minus_infinity: whether an infinite number is one."""
         limit = _FAR_BEFORE_GROWTH if self.grows else FAR
-        return self.product * self.largest > limit or (minus_infinity and self.infinite)
+        factors = self.product * (self.reciprocals if self.divides or self.grows else 1.0)
+        return factors * self.largest > limit or (minus_infinity and self.infinite)
 
 
 @dataclass
@@ -136,6 +147,7 @@ class Ordinary:
             how = name if name == "mul" or (name == "div" and position == 1) else ""
             for number in _flat(value):
                 numbers.meet(number, how)
+        numbers.divides |= name == "div" and isinstance(arg(x, 1, "other"), Node)
         # The logarithm of zero is -inf.
         numbers.infinite |= name == "log"
         return nodes

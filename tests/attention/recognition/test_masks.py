@@ -213,6 +213,19 @@ def assigned(b, m):
     return b + 0.5
 
 
+@torch.library.custom_op("gradfuse_tests::hide", mutates_args={"x"})
+def hide(x: torch.Tensor) -> None:
+    """Hide the sixth query from all keys."""
+    x[:, :, 5] = -1e9
+
+
+def by_a_custom_op(b, m):
+    b = b * 1.0
+    with torch.no_grad():
+        torch.ops.gradfuse_tests.hide(b)
+    return b.roll(1, -1)
+
+
 def fourth_power(x):
     return (x * x) * (x * x)
 
@@ -237,7 +250,10 @@ HELD = {
     "a_product_of_numbers": lambda b, m: (b - (KEYS > 5) * 1000.0 * 1000.0 * 1000.0).roll(1, -1),
     "an_exponential": lambda b, m: (b - torch.exp((KEYS[:, None] == 5) * 30.0)).roll(1, -1),
     "a_power": lambda b, m: (b - ((KEYS[:, None] == 5) * 31.0) ** 6).roll(1, -1),
-    "a_product_of_positions": lambda b, m: (b - fourth_power(torch.where(KEYS == 20, KEYS, 0)[:, None])).roll(1, -1),
+    "a_product_of_positions": lambda b, m: (b - fourth_power(torch.arange(S)[:, None])).roll(1, -1),
+    "an_exponential_of_an_exponential": lambda b, m: (b - torch.exp(torch.exp((KEYS[:, None] == 5) * 3.0))).roll(1, -1),
+    "a_small_divisor": lambda b, m: (b - (KEYS[:, None] == 5) / (torch.arange(S)[:, None] * 1e-9)).roll(1, -1),
+    "by_a_custom_op": by_a_custom_op,
     "an_outer_product": lambda b, m: (b + torch.einsum("bq,bk->bqk", torch.ones(B, S), m[:, 0, 0])[:, None]).roll(1, -1),
     "by_keyword": lambda b, m: torch.reshape(input=b + m, shape=(B, H, S, S)).contiguous(),
     "added_in_place": added_in_place,
@@ -278,6 +294,15 @@ def test_a_learned_tensor_without_a_mask_costs_no_maximum(name):
     assert graphs and not any("amax" in graph.code for graph in graphs)
 
 
+def test_a_learned_exponential_that_holds_a_mask():
+    # Its own gradient is not compared. It is the exponential times what rounding leaves.
+    gate = torch.nn.Parameter(torch.rand(1, H, S, 1))
+    grown = lambda: torch.exp(gate + (KEYS[:, None] == 5) * 25.0)  # noqa: E731
+    function = lambda q, k, v, b: (q @ k.mT + (b - grown()).roll(1, -1)).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *tensors(), torch.nn.Parameter(bias().detach()), exact=False)
+    assert found.path == "flex_attention"
+
+
 EARLIER = KEYS < 12
 LATER = KEYS[:, None] < KEYS
 #: Some keys are hidden by -inf and others by a finite number, so that softmax is over these in the first rows.
@@ -301,6 +326,7 @@ def test_infinite_and_finite_masks(name):
 FILLS = {
     "fill": torch.Tensor.masked_fill,
     "where": lambda s, m, low: torch.where(m, low, s),
+    "integer": lambda s, m, low: s.masked_fill(m, int(max(low, -1e12))),
     "where_of_a_method": lambda s, m, low: s.where(~m, low),
     "full": lambda s, m, low: torch.where(m, torch.full_like(s, low), s),
     "added": lambda s, m, low: s + torch.where(m, low, 0.0).to(s.dtype),
@@ -316,6 +342,13 @@ def test_numbers_that_half_precision_rounds(name, low):
     inputs = [x.detach().bfloat16().requires_grad_() for x in (*tensors(), bias())]
     function = lambda q, k, v, b, m: FILLS[name](q @ k.mT * 0.25 + b, ~m, low).softmax(-1) @ v  # noqa: E731
     (found,) = decisions(function, *inputs, LENGTHS, exact=False, tolerance=2e-2)
+    assert found.path == "flex_attention"
+
+
+def test_a_mask_in_half_precision_that_is_scaled():
+    inputs = [x.detach().bfloat16().requires_grad_() for x in (*tensors(), bias())]
+    function = lambda q, k, v, b, m: (q @ k.mT * 0.25 + b + m * -1e12).softmax(-1) @ v  # noqa: E731
+    (found,) = decisions(function, *inputs, (~LENGTHS).bfloat16(), exact=False, tolerance=2e-2)
     assert found.path == "flex_attention"
 
 

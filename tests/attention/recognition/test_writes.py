@@ -41,14 +41,14 @@ def through_numpy(x, scores):
 def running_statistics(x, scores):
     mean = x.mean(1)
     scores = scores + mean
-    F.batch_norm(x.T + 3.0, mean, x.new_ones(S), training=True)
+    F.batch_norm(x.T * KEYS, mean, x.new_ones(S), training=True)
     return scores
 
 
 def running_statistics_of_instances(x, scores):
     mean = x.mean(1)
     scores = scores + mean
-    F.instance_norm(x[None] + 3.0, mean, x.new_ones(S), use_input_stats=True)
+    F.instance_norm(x[None] * KEYS[:, None], mean, x.new_ones(S), use_input_stats=True)
     return scores
 
 
@@ -71,6 +71,37 @@ def in_a_checkpoint(x, scores):
     return scores + checkpoint(body, x, use_reentrant=False).sum()
 
 
+def detached_in_a_checkpoint(x, scores):
+    mask = x[:, 0] * 2.0
+
+    def body(x):
+        mask.detach().mul_(3.0)
+        return x * 1.5
+
+    scores = scores + mask
+    return scores + checkpoint(body, x, use_reentrant=False).sum()
+
+
+def data_in_a_checkpoint(x, scores):
+    mask = x[:, 0] * 2.0
+
+    def body(x):
+        mask.data.mul_(3.0)
+        return x * 1.5
+
+    scores = scores + mask
+    return scores + checkpoint(body, x, use_reentrant=False).sum()
+
+
+def beside_an_output(x, scores):
+    """The op with ``out=`` reads the mask, and another one writes to it."""
+    mask = x[:, 0] * 2.0
+    torch.exp(mask, out=torch.zeros_like(mask))
+    scores = scores + mask
+    torch.ops.gradfuse_tests.refill(mask, -5.0)
+    return scores
+
+
 def in_a_list(x, scores):
     masks = [x[:, 0] * 2.0, x[:, 1] * 1.0]
     scores = scores + masks[0]
@@ -86,6 +117,9 @@ WRITES = [
     running_statistics_of_instances,
     largest_norm,
     in_a_checkpoint,
+    detached_in_a_checkpoint,
+    data_in_a_checkpoint,
+    beside_an_output,
     in_a_list,
 ]
 
@@ -112,3 +146,19 @@ def test_a_write_in_a_checkpoint_to_what_the_attention_saves(reads):
 
     q, k, v = tensors()
     check_matches_eager(function, q, k.detach(), v, bias(), exact=True)
+
+
+def test_a_write_in_a_checkpoint_to_the_result():
+    """Eager code does not save the result, and flex_attention does."""
+
+    def function(q, k, v, b):
+        out = attend(q, k, v, b)
+
+        def body(x):
+            with torch.no_grad():
+                out.mul_(3.0)
+            return x * 1.5
+
+        return out + checkpoint(body, v, use_reentrant=False)
+
+    check_matches_eager(function, *tensors(), bias(), exact=True)
