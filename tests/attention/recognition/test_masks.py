@@ -252,7 +252,7 @@ HELD = {
     "a_power": lambda b, m: (b - ((KEYS[:, None] == 5) * 31.0) ** 6).roll(1, -1),
     "a_product_of_positions": lambda b, m: (b - fourth_power(torch.arange(S)[:, None])).roll(1, -1),
     "an_exponential_of_an_exponential": lambda b, m: (b - torch.exp(torch.exp((KEYS[:, None] == 5) * 3.0))).roll(1, -1),
-    "a_small_divisor": lambda b, m: (b - (KEYS[:, None] == 5) / (torch.arange(S)[:, None] * 1e-9)).roll(1, -1),
+    "a_small_divisor": lambda b, m: (b - (KEYS[:, None] == 5) / (torch.arange(1, S + 1)[:, None] * 1e-9)).roll(1, -1),
     "by_a_custom_op": by_a_custom_op,
     "an_outer_product": lambda b, m: (b + torch.einsum("bq,bk->bqk", torch.ones(B, S), m[:, 0, 0])[:, None]).roll(1, -1),
     "by_keyword": lambda b, m: torch.reshape(input=b + m, shape=(B, H, S, S)).contiguous(),
