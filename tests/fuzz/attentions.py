@@ -26,6 +26,10 @@ class _Attention(Writer):
         self.width = rng.choice([16, 16, 32])
         self.folded = rng.random() < 0.2
         self.infinite = False
+        # Drawn apart, so that a seed writes the same program as before there were such heads.
+        self.grouping = random.Random(f"groups{seed}")
+        self.shared = 2 if self.grouping.random() < 0.25 else 1
+        self.heads *= self.shared
 
     def add(self, expression: str, prefix: str = "v") -> str:
         """Add a statement, which must run."""
@@ -48,9 +52,12 @@ class _Attention(Writer):
             text = f"torch.nn.Parameter({text})" if self.rng.random() < 0.7 else f"{text}.requires_grad_()"
         return self.input(text, "t")
 
-    def operand(self, length: int) -> str:
-        """Query, key or value ``[batch, heads, length, width]``, or with both in one dim."""
-        b, h, d = self.batch, self.heads, self.width
+    def operand(self, length: int, shared: int = 1) -> str:
+        """Query, key or value ``[batch, heads, length, width]``, or with both in one dim.
+
+        shared: how many heads of queries read one head of it.
+        """
+        b, h, d = self.batch, self.heads // shared, self.width
         kind = self.rng.randrange(5)
         if kind == 0:
             x = self.add(f"{self.learned(b, length, h, d, grad=0.95)}.transpose(1, 2)")
@@ -58,7 +65,20 @@ class _Attention(Writer):
             x = self.add(f"{self.learned(b, length, h * d, grad=0.95)}.view({b}, {length}, {h}, {d}).permute(0, 2, 1, 3)")
         else:
             x = self.add(f"{self.learned(b, h, length, d, grad=0.95)} * 1.0")
+        if shared > 1:
+            x, h = self.repeated(x, length, shared), h * shared
         return self.add(f"{x}.reshape({b * h}, {length}, {d})") if self.folded else x
+
+    def repeated(self, x: str, length: int, times: int) -> str:
+        """An operand with each head repeated, or now and then with all of them repeated in turn."""
+        b, h, d = self.batch, self.heads // times, self.width
+        expanded = f"{x}[:, :, None].expand({b}, {h}, {times}, {length}, {d}).reshape({b}, {h * times}, {length}, {d})"
+        ways = [expanded, f"{x}.repeat_interleave({times}, 1)", f"torch.repeat_interleave({x}, dim=1, repeats={times})"]
+        kind = self.grouping.random()
+        out = self.add(f"{x}.repeat(1, {times}, 1, 1)" if kind < 0.1 else self.grouping.choice(ways))
+        if kind > 0.9:
+            self.statement(f"{x} += 1.0" if kind > 0.95 else f"{out}[:, ::2] *= 0.5")
+        return out
 
     # ------------------------------------------------ biases
 
@@ -319,7 +339,8 @@ class _Attention(Writer):
 
     def program(self) -> str:
         rng = self.rng
-        query, key, value = self.operand(self.queries), self.operand(self.keys), self.operand(self.keys)
+        query = self.operand(self.queries)
+        key, value = (self.operand(self.keys, self.shared) for _ in range(2))
         returned = []
         if not self.folded and rng.random() < 0.3:
             out = self.fused(query, key, value)

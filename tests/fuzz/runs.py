@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.attention import hoisting
-from inductor_ext.attention.recognition import rewrite, skipping
+from inductor_ext.attention.recognition import grouped, rewrite, skipping
 from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
 from inductor_ext.torch_api.config import without_caches
 from tests.support.eager_graphs import eager_graphs
@@ -141,11 +141,13 @@ def _settings(mode: str, as_if_large: bool) -> Iterator[None]:
     """Settings for compiling and running.
 
     as_if_large: decide for the programs, which are small, as for large ones. The lookups of a score_mod stay in it and are
-    not made into a table, and blocks of scores that masks hide are skipped. A kernel needs blocks that its tiles divide.
+    not made into a table, blocks of scores that masks hide are skipped, and heads of keys are not repeated for heads of
+    queries. A kernel needs blocks that its tiles divide.
     """
     machine = {"graphs": eager_graphs, "interpreted": triton_on_cpu, "compiled": contextlib.nullcontext}[mode]
     largest = 0 if as_if_large else hoisting.LARGEST_PAIR_TABLE
     fewest = 1 if as_if_large else skipping.FEWEST_BLOCKS
+    keys = 1 if as_if_large else grouped.FEWEST_KEYS
     with (
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
         without_caches(),
@@ -153,6 +155,7 @@ def _settings(mode: str, as_if_large: bool) -> Iterator[None]:
         mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", largest),
         mock.patch.object(rewrite, "FEWEST_ON_CPU", 0),
         mock.patch.object(skipping, "FEWEST_BLOCKS", fewest),
+        mock.patch.object(grouped, "FEWEST_KEYS", keys),
         mock.patch.object(skipping, "BLOCK", 8 if mode == "graphs" else skipping.BLOCK),
     ):
         yield

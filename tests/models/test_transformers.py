@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from inductor_ext.attention.recognition import rewrite
+from inductor_ext.attention.recognition import grouped, rewrite
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 
@@ -25,6 +25,7 @@ def step(model, inputs):
 @pytest.fixture(autouse=True)
 def few_scores_are_enough(monkeypatch):
     monkeypatch.setattr(rewrite, "FEWEST_ON_CPU", 0)
+    monkeypatch.setattr(grouped, "FEWEST_KEYS", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -79,6 +79,14 @@ def conformer():
     )
 
 
+def gpt_oss():
+    """Grouped heads, sinks and sliding windows. The products of other experts take no float64."""
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+    config = hf.GptOssConfig(**_SMALL, vocab_size=100, num_local_experts=4, num_experts_per_tok=2, **heads)
+    config._attn_implementation = config._experts_implementation = "eager"
+    return hf.GptOssModel(config)
+
+
 def encoder_and_decoder():
     return tokens() | {"decoder_input_ids": torch.randint(3, 90, (2, LENGTH))}
 
@@ -92,5 +100,6 @@ MODELS = {
     "swin_v2": Model(lambda: swin(hf.Swinv2Config, hf.Swinv2Model), lambda: image(32), 4),
     "beit": Model(beit, lambda: image(32), 2),
     "sam": Model(sam, lambda: image(64), 2),
+    "gpt_oss": Model(gpt_oss, lambda: tokens() | {"use_cache": False}, 2),
     "wav2vec2_conformer": Model(conformer, lambda: {"input_values": torch.randn(2, 1000)}, 2),
 }

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import HALF, dtype_of, requires_grad, value_of, working_dtype
+from ...core.fx import HALF, dtype_of, value_of, working_dtype
 from .arrange import on_device, simplified
 from .elements import Apply, Constant, Element, Read, Score
 from .evaluate import Evaluator
@@ -110,14 +110,11 @@ class ScoreModEmitter(Evaluator):
         operand, index = self._views[key]
         placeholder = self._capture(operand)
         if not index:
-            element = placeholder
-        else:
-            element = self.graph.call_function(operator.getitem, (placeholder, tuple(self._entry(i) for i in index)))
-            # Indexing with 0-d tensors would ask for their values.
-            element.meta["example_value"] = _number_like(value_of(operand))
-        frozen = dtype_of(read.node) in HALF and not requires_grad(read.node)
-        # It may be a mask, which must be the same number wherever the score_mod runs.
-        return super().cast(element, torch.float32) if frozen else element
+            return placeholder
+        element = self.graph.call_function(operator.getitem, (placeholder, tuple(self._entry(i) for i in index)))
+        # Indexing with 0-d tensors would ask for their values.
+        element.meta["example_value"] = _number_like(value_of(operand))
+        return element
 
     def _entry(self, index: Any) -> Any:
         if isinstance(index, Element):

@@ -46,7 +46,17 @@ class Ranges:
     """The numbers of values of b, h, q and k, and what follows from them."""
 
     def __init__(self, extents: Sequence[Any]) -> None:
-        self.extents = dict(zip(POSITIONS, extents, strict=True))
+        self.extents: dict[sympy.Symbol, Any] = dict(zip(POSITIONS, extents, strict=True))
+
+    def including(self, symbol: sympy.Symbol, extent: Any) -> Ranges:
+        """Return the ranges with another symbol, which is no position of a score."""
+        ranges = Ranges(tuple(self.extents.values()))
+        ranges.extents[symbol] = extent
+        return ranges
+
+    def of_groups(self, size: int) -> Ranges:
+        """Return the ranges where h counts groups of this many heads."""
+        return Ranges([n // size if p is H else n for p, n in self.extents.items()])
 
     def interval(self, index: sympy.Expr) -> Interval:
         """Return bounds of an expression. They hold for all positions, and need not be reached."""

@@ -7,53 +7,27 @@ are folded into the batch. Between the softmax and the second product may stand 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-import torch
 from torch.fx import Node
 
-from ...core.fx import cone, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of
-from ...core.terms import CASTS, arg, calls_torch, is_one, is_tensor, op, reads_shape
+from ...core.fx import cone, dtype_of, fake_tensor, shape_of
+from ...core.terms import CASTS, arg, calls_torch, is_tensor, op, reads_shape
 from ...core.writes import Writes
 from ...torch_api.sizes import statically_known_true
 from ..kinds import K, Q
 from . import views
-from .elements import Apply, Constant, Element, Position, Read, Score, depends_on_scores, positions_in
-from .indices import ZERO, B, H, Ranges
+from .attentions import WIDTH, Attention, PositionsOf, check_reads
+from .elements import Element, Read, depends_on_scores, positions_in
+from .fused import fused
+from .indices import ZERO, Ranges
 from .lifting import Lift, NotAttention, drops_nothing, line_of
 from .products import Operand, Product, equation, node_operands
 from .sinks import Logits, logits
 
-#: Stands for the channel in an index of the queries, keys or values. It is no position of a score.
-WIDTH = sympy.Symbol("d", integer=True)
 _FILLS_OF_A_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-
-
-@dataclass(frozen=True)
-class Attention:
-    """An attention that is spelt out.
-
-    last: the node of its result. query, key, value: nodes and their indices in b, h, q or k, and ``WIDTH``. score: the
-    modified score. scale: the factor of the product of query and key. out: for each dim of ``last``, its place among
-    [*batch dims, query, channel]. dropout: its probability. inside: the nodes of the scores and probabilities, which nothing
-    else uses. sink: a logit that is no key's (sinks.py).
-    """
-
-    last: Node
-    query: tuple[Node, views.Index]
-    key: tuple[Node, views.Index]
-    value: tuple[Node, views.Index]
-    score: Element
-    scale: float
-    out: tuple[int, ...]
-    dropout: float
-    lift: Lift
-    inside: frozenset[Node] = frozenset()
-    sink: Element | None = None
 
 
 def find(node: Node, writes: Writes) -> Attention | None:
@@ -64,7 +38,7 @@ def find(node: Node, writes: Writes) -> Attention | None:
     if not calls_torch(node):
         return None
     if op(node) == "scaled_dot_product_attention":
-        return _fused(node, writes)
+        return fused(node, writes)
     letters = equation(node)
     if letters is None:
         return None
@@ -133,7 +107,7 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: N
         return None
     sizes = tuple(of_result[x] for x in dims.batch)
     split = _split_batch(sizes, softmax)
-    where = _Positions(split, of_weights[dims.query], of_weights[dims.key])
+    where = PositionsOf(split, of_weights[dims.query], of_weights[dims.key])
     of_batch = where.of_batch if len(where.of_batch) == len(dims.batch) else [where.flat]
     at = dict(zip(dims.batch, of_batch, strict=True)) | {dims.query: Q, dims.key: K, dims.width: WIDTH}
     weight_index = views.broadcast(tuple(at[x] for x in dims.weights), shape_of(probabilities))
@@ -144,7 +118,7 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: N
         return None
     sink = None if found.logits.sink is None else _sink(lift, found)
     between = [found.softmax, *found.between, *found.logits.inside]
-    _check_reads(lift, between)
+    check_reads(lift, between)
     inside = _check_inside(lift, between, node)
     value_index = views.broadcast(tuple(at[x] for x in dims.values), shape_of(value))
     query, key = _sides(lift.product)
@@ -174,31 +148,6 @@ def _split_batch(sizes: tuple[Any, ...], softmax: Node) -> tuple[Any, ...]:
     if len(sizes) != 1 or len(split) < 2 or not all(isinstance(n, int) for n in (*sizes, *split)):
         return sizes
     return split if math.prod(split) == sizes[0] else sizes
-
-
-class _Positions:
-    """The positions of an attention whose batch dims have these sizes: all but the last become b, and the last is h."""
-
-    def __init__(self, batch: Sequence[Any], queries: Any, keys: Any) -> None:
-        heads = batch[-1] if len(batch) > 1 else 1
-        first: Any = 1
-        for size in batch[:-1] or batch:
-            first = first * size
-        self.ranges = Ranges((first, heads, queries, keys))
-        of_b = list(batch[:-1]) if len(batch) > 1 else list(batch)
-        if len(of_b) > 1:
-            if not all(isinstance(n, int) for n in of_b):
-                raise NotAttention("several of its batch dims have symbolic sizes")
-            found = self.ranges.split(B, of_b)
-        else:
-            found = [B] * len(of_b)
-        every = [*found, *([H] if len(batch) > 1 else [])]
-        self.of_batch = [ZERO if is_one(n) else i for i, n in zip(every, batch, strict=True)]
-
-    @property
-    def flat(self) -> sympy.Expr:
-        """The index in one dim of all batches and heads."""
-        return self.ranges.joined([B, H], [self.ranges.extents[B], self.ranges.extents[H]])
 
 
 @dataclass(frozen=True)
@@ -267,24 +216,6 @@ def _dropout(node: Node) -> float:
     return float(p)
 
 
-def _check_reads(lift: Lift, after: Sequence[Node]) -> None:
-    """Raise NotAttention if a tensor is changed between its use and the end of the attention, or a part has no gradient.
-
-    The kernel reads every tensor where the attention ends. after: the nodes between the scores and the result.
-    """
-    last, product = lift.last, lift.product
-    operands = [] if product is None else [product.query.node, product.key.node]
-    for node in operands:
-        # flex_attention saves them for the backward, as the product of two that need gradients does.
-        if lift.writes.after(node):
-            raise NotAttention(f"its query or key is changed in place later ({line_of(node)})")
-    for node in (*after, last):
-        if any(lift.writes.between(n, node) for n in node.all_input_nodes):
-            raise NotAttention(f"an operand is changed in place before its use ({line_of(node)})")
-        if node in lift.writes.without_gradient:
-            raise NotAttention(f"a part of it is computed without a gradient ({line_of(node)})")
-
-
 def _ignores_values(user: Node, scores: Node) -> bool:
     """Whether a user of scores or probabilities is computed from their shape, as ``zeros_like(scores)`` is."""
     fills = op(user) in _FILLS_OF_A_SHAPE and scores not in (*user.args[1:], *user.kwargs.values())
@@ -308,60 +239,7 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
     return frozenset(inside)
 
 
-# ------------------------------------------------ scaled_dot_product_attention
-
-
-def _fused(node: Node, writes: Writes) -> Attention | None:
-    query, key, value = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    mask, dropout = arg(node, 3, "attn_mask"), arg(node, 4, "dropout_p", 0.0)
-    causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
-    if not requires_grad(mask):
-        return None
-    if node.kwargs.get("enable_gqa"):
-        raise NotAttention("it has grouped heads (enable_gqa)")
-    if not isinstance(dropout, (int, float)):
-        raise NotAttention("its dropout probability is not constant")
-    if not isinstance(causal, bool):
-        raise NotAttention("is_causal is not constant")
-    shapes = [shape_of(x) for x in (query, key, value)]
-    if len({len(s) for s in shapes}) > 1 or not all(same_sizes(s[:-2], shapes[0][:-2]) for s in shapes):
-        raise NotAttention("query, key and value are broadcast against each other")
-    batch = tuple(shapes[0][:-2])
-    where = _Positions(batch, shapes[0][-2], shapes[1][-2])
-    lift = Lift(where.ranges, node, writes)
-    scores = (*where.of_batch, Q, K)
-    _check_reads(lift, [])
-    term = lift.whole(mask, views.broadcast(scores, shape_of(mask)))
-    score: Element = Score(dtype_of(query))
-    if dtype_of(mask) is torch.bool:
-        score = _hidden(term, score, dtype_of(query))
-    else:
-        score = Apply("call_function", operator.add, (score, term), {}, dtype_of(query))
-    if causal:
-        distance = Position(K - Q, torch.int64)
-        score = _hidden(Apply("call_function", operator.le, (distance, 0), {}, torch.bool), score, dtype_of(query))
-    if scale is None:
-        scale = int(shapes[0][-1]) ** -0.5
-    if not isinstance(scale, (int, float)):
-        raise NotAttention("its scale is not constant")
-    return Attention(
-        last=node,
-        query=(query, (*where.of_batch, Q, WIDTH)),
-        key=(key, (*where.of_batch, K, WIDTH)),
-        value=(value, (*where.of_batch, K, WIDTH)),
-        score=score,
-        scale=float(scale),
-        out=tuple(range(len(batch) + 2)),
-        dropout=float(dropout),
-        lift=lift,
-    )
-
-
-def _hidden(condition: Element, score: Element, dtype: torch.dtype) -> Element:
-    return Apply("call_function", torch.where, (condition, score, Constant(float("-inf"), dtype)), {}, dtype)
-
-
-# ------------------------------------------------ the product, dtypes and learned terms
+# ------------------------------------------------ the product
 
 
 def _sides(product: Product) -> list[tuple[Node, views.Index]]:
@@ -376,17 +254,3 @@ def _side(operand: Operand, index: list[Any]) -> tuple[Node, views.Index]:
         if dim is not None:
             dims[dim] = position
     return operand.node, views.broadcast(tuple(dims), shape_of(operand.node))
-
-
-def dtypes(attention: Attention) -> set[torch.dtype | None]:
-    """Return the dtypes in which the products are computed."""
-    product = attention.lift.product
-    nodes = [attention.last] + ([] if product is None else [product.node])
-    return {dtype_of(n) for n in nodes}
-
-
-def learned_terms(attention: Attention) -> list[Node]:
-    """Return the tensors that the score or the sink reads and that need a gradient."""
-    elements = [attention.score] if attention.sink is None else [attention.score, attention.sink]
-    reads = [e.node for element in elements for e in element.walk() if isinstance(e, Read)]
-    return list(filter(requires_grad, reads))

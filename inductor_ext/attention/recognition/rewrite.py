@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.fx import called, dtype_of, fake_tensor, requires_grad, shape_of, value_of
+from ...core.fx import called, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of, value_of
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import op, reads_shape
@@ -30,12 +30,14 @@ from ..calls import ForwardCall
 from ..canonical import install
 from ..kinds import K, Q
 from .arrange import in_order
+from .attentions import WIDTH, Attention, dtypes, learned_terms
 from .elements import Read, Score
 from .emit import ScoreModEmitter
+from .grouped import keys_and_values
 from .indices import POSITIONS, B, H
 from .lifting import NotAttention, line_of
 from .masks import masks_of, shifted
-from .pattern import WIDTH, Attention, dtypes, find, learned_terms
+from .pattern import find
 from .rows import largest
 from .sinks import shared
 from .skipping import skipped_blocks
@@ -168,6 +170,8 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
     learned = len(set(learned_terms(attention)))
     why = f"its score_mod captures {len(emitter.captured)} tensors; {learned} are learned"
     why += "" if attention.sink is None else ", with its sink"
+    heads, shared = (shape_of(x)[1] for x in (query, key))
+    why += "" if same_sizes([heads], [shared]) else f", and {shared} heads of keys serve {heads} heads of queries"
     why += "" if blocks is None else ", and blocks that its masks hide are skipped"
     record(NAME, "attention", "flex_attention", why, user_line(fused))
     return _result(outer, fused, row, attention)
@@ -181,11 +185,16 @@ def _all_blocks(outer: Inserter, mask_mod: Node, device: torch.device) -> tuple[
 
 
 def _operands(outer: Inserter, attention: Attention) -> list[Node]:
-    """Return query, key and value with the dims b, h, position and channel, in the dtype of the result."""
+    """Return query, key and value with the dims b, h, position and channel, in the dtype of the result.
+
+    Key and value may have fewer heads than the query.
+    """
+    ranges, shared = attention.lift.ranges, keys_and_values(attention)
+    sides = ((attention.query, Q, ranges), (shared.key, K, shared.ranges), (shared.value, K, shared.ranges))
     operands = []
     dtype = dtype_of(attention.last)
-    for (node, index), along in zip((attention.query, attention.key, attention.value), (Q, K, K), strict=True):
-        arranged = in_order(outer, node, index, (B, H, along, WIDTH), attention.lift.ranges)
+    for (node, index), along, positions in sides:
+        arranged = in_order(outer, node, index, (B, H, along, WIDTH), positions)
         if arranged is None:
             raise NotAttention(f"an operand is not laid out by batch, head, position and channel ({line_of(node)})")
         operands.append(arranged if dtype_of(arranged) is dtype else outer.method("to", arranged, dtype))
@@ -228,7 +237,7 @@ def _mask_mod(like: Node, query: torch.Tensor) -> GraphModule:
 def _results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values like those of flex_attention: the output, the logsumexp and the maximum of each row."""
     row = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
-    return query[..., :1] * value[..., :1, :], torch.zeros_like(row, requires_grad=True), row
+    return query[..., :1] * value[:, :1, :1], torch.zeros_like(row, requires_grad=True), row
 
 
 def _as_before(outer: Inserter, result: Node, attention: Attention) -> Node:

@@ -24,12 +24,12 @@ from ...core.dynamo_graph import Inserter
 from ...core.fx import shape_of, value_of
 from ...torch_api.higher_order import block_mask
 from ..kinds import K, Q
+from .attentions import Attention
 from .elements import Apply, Element, Position, Read, Score, depends_on_scores
 from .indices import H
 from .lifting import NotAttention
 from .magnitudes import Magnitudes
 from .masks import Masks
-from .pattern import Attention
 from .rows import evaluate, far_largest
 
 #: The queries and keys of a block.
