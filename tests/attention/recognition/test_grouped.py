@@ -157,6 +157,22 @@ def only_keys(q, k, v, bias):
     return attention(q, repeat_kv(projected(k)), tiled(v), bias)
 
 
+def groups_of_other_sizes(q, k, v, bias):
+    k, v = projected(k), projected(torch.cat([v, v[:, :1]], 1))
+    return attention(q, repeat_kv(k), repeat_kv(v, HEADS // 3), bias)
+
+
+@torch._dynamo.allow_in_graph
+def repeat_interleave(x, repeats, dim):
+    """The user's own function of that name."""
+    return x.repeat_interleave(repeats, dim).flip(dim)
+
+
+def by_a_function_of_that_name(q, k, v, bias):
+    k, v = (repeat_interleave(projected(x), SHARED, 1) for x in (k, v))
+    return attention(q, k, v, bias)
+
+
 def what_is_given(q, k, v, bias):
     """The caller may change it between forward and backward, where eager mode has saved a copy."""
     return attention(q, repeat_kv(k), repeat_kv(v), bias)
@@ -212,7 +228,14 @@ def without_a_gradient(q, k, v, bias):
 
 
 COPIED = [only_keys, what_is_given, what_is_returned, what_changes_later, what_a_checkpoint_changes_later]
-COPIED += [what_changes_before, copies_that_change, without_a_gradient, decoder(tiled)]
+COPIED += [
+    groups_of_other_sizes,
+    by_a_function_of_that_name,
+    what_changes_before,
+    copies_that_change,
+    without_a_gradient,
+    decoder(tiled),
+]
 
 
 @pytest.mark.parametrize("function", COPIED, ids=lambda f: f.__name__)
