@@ -1,8 +1,9 @@
 """Where a cast must stay the copy that it is in eager mode: it is kept for the backward, or something reads its strides.
 
-What the forward keeps for the backward may be a view of an input, or of a result, and a program may write to these before
-the backward. Autograd notices that for whole tensors, but not for a part of one, of which AOTAutograd keeps a view. Where
-the program itself casts a part, stock keeps such a view too, and nothing is changed here.
+A program may write to an input of the graph, or to a result, between forward and backward. Eager mode has kept the copy, so
+that this changes nothing. Without the copy the graph would keep the tensor itself, for which autograd raises an error, or a
+view of it, such as the transpose that the gradient of a matmul reads, and autograd knows nothing of that. Where the program
+itself casts a view, stock keeps such a view too, and nothing is changed here.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..core.fx import value_of
 from ..core.joint_graph import after_tangents
 from ..core.purity import base, viewed, written
-from ..torch_api.sizes import statically_known_true
 
 aten = torch.ops.aten
 
@@ -34,32 +33,18 @@ class Copies:
         self.written = written(graph)
         self._backward = after_tangents(graph)
 
-    def kept(self, node: Node, source: Node, *, part: bool = False) -> bool:
-        """Return whether ``node`` must not share memory with ``source``, because it may be kept for the backward.
-
-        part: whether only a part of ``source`` would be kept.
-        """
+    def kept(self, node: Node, source: Node) -> bool:
+        """Return whether ``node`` must not share memory with ``source``, because it may be kept for the backward."""
         owner = base(source)
         if owner in self._backward or not self._in_backward(node):
             return False
-        return (owner.op == "placeholder" or escapes(owner)) and (part or _is_part(source))
+        return owner.op == "placeholder" or escapes(owner)
 
     def _in_backward(self, node: Node) -> bool:
         """Return whether the backward computes a node, or reads it or a view of it."""
-        if node in self._backward or any(user in self._backward for user in node.users):
+        if node in self._backward or any(user in self._backward for user in node.users if user.op != "output"):
             return True
         return any(viewed(user) is node and self._in_backward(user) for user in node.users)
-
-
-def _is_part(node: Node) -> bool:
-    """Return whether a view has fewer elements than what it is a view of, at some step."""
-    while (inner := viewed(node)) is not None:
-        sizes = [value_of(x) for x in (node, inner)]
-        tensors = all(isinstance(x, torch.Tensor) for x in sizes)
-        if not tensors or not statically_known_true(sizes[0].numel() >= sizes[1].numel()):
-            return True
-        node = inner
-    return False
 
 
 def escapes(node: Node) -> bool:

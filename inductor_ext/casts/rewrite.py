@@ -223,7 +223,7 @@ def _cast_fewer(build: Builder, copies: Copies, cast: Node) -> None:
             result = build.call(source.target, inner, *source.args[1:], **source.kwargs)
         build.replace(cast, result)
         _cast_fewer(build, copies, inner)
-    elif cast.users and all(user.target in PARTS and not copies.kept(user, source, part=True) for user in cast.users):
+    elif cast.users and all(user.target in PARTS and not copies.kept(user, source) for user in cast.users):
         for user in list(cast.users):
             with build.before(user):
                 part = build.call(user.target, source, *user.args[1:], **user.kwargs)

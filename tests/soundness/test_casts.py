@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.eager_graphs import eager_graphs
 
@@ -94,8 +95,14 @@ def test_two_outputs_of_equal_values_are_two_tensors():
 
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-#: A part of a buffer b, or of a result, that a product with x keeps for the backward; and the dtypes of x and b.
+#: A buffer b, or a result, that a product with x keeps for the backward, as a whole or in part; and the dtypes of x and b.
 KEPT = {
+    "whole": (lambda x, b: x * b.float().bfloat16()[:4], BF16, BF16),
+    "whole in a matmul": (lambda x, b: x @ b.float().bfloat16().t(), BF16, BF16),
+    "whole in a batched matmul": (lambda x, b: torch.matmul(x[None], b.double().float().bfloat16().mT[None])[0], BF16, BF16),
+    "whole in a layer": (lambda x, b: F.linear(x, b.float().bfloat16()), BF16, BF16),
+    "transposed between the casts": (lambda x, b: x @ b.float().t().bfloat16(), BF16, BF16),
+    "reshaped": (lambda x, b: x @ b.double().reshape(3, 4, 8).flatten(0, 1).float().t(), FP32, FP32),
     "matmul": (lambda x, b: x[:, :4] @ b.float()[:4].bfloat16(), BF16, BF16),
     "transposed": (lambda x, b: x @ b.float()[:4].t().bfloat16(), BF16, BF16),
     "part of a cast": (lambda x, b: x * b.float()[:4].bfloat16(), BF16, BF16),
@@ -118,7 +125,7 @@ def gradient_after(function, x, b, write):
 
 @pytest.mark.parametrize("write", ["outside", "inside", "result"])
 @pytest.mark.parametrize("name", KEPT)
-def test_a_part_that_is_kept_for_the_backward_is_a_copy(name, write):
+def test_what_is_kept_for_the_backward_is_a_copy(name, write):
     """In eager mode a cast is a copy, which does not change if its source is written to later."""
     kept, *dtypes = KEPT[name]
     x, b = (torch.randn(*shape).to(dtype) for shape, dtype in zip(((4, 8), (12, 8)), dtypes, strict=True))
