@@ -39,6 +39,7 @@ from ..core.dynamo_graph import Inserter
 from ..core.fx import cone, fake_tensor, indices_of, name_of, working_dtype
 from ..core.report import record, user_line
 from ..core.target import Target
+from ..core.writes import Writes
 from ..options import Options
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import flex_attention_hop
@@ -51,6 +52,7 @@ from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
 from .kinds import NONE, PAIR, FootprintKind
 from .no_mask import hides_nothing
+from .ordinary import Ordinary
 from .restarts import Restarts, separate_distances
 from .row_lookups import LARGEST_TABLE, row_lookups
 from .score_mod import ScoreMod
@@ -76,17 +78,18 @@ LARGEST_PAIR_TABLE = 2**22
 
 def rewrite(gm: GraphModule, options: Options) -> None:
     """Hoist expressions out of every score_mod of a Dynamo graph that will need a gradient. Changes ``gm``."""
+    ordinary = Ordinary(Writes(gm.graph), minus_infinity=True)
     for node in gm.graph.find_nodes(op="call_function", target=flex_attention_hop):
         call = ForwardCall.of(node)
         module = getattr(gm, call.score_mod.target)
         trains = needs_grad([call.query, call.key, call.value, *call.captured])
         # The pass ``score_mods`` has already reported an impure score_mod.
         if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
-            _rewrite_node(gm, node, options)
+            _rewrite_node(gm, node, options, ordinary)
     gm.recompile()
 
 
-def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
+def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordinary) -> None:
     call = ForwardCall.of(node)
     module = getattr(gm, call.score_mod.target)
     graph, extents, outer = Graph(), call.extents, Inserter(gm.graph, node)
@@ -110,7 +113,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
         hypothetical=restarts.lookups,
         row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
     )
-    hoist = _Hoist(graph, known, list(captured), tables, [("distances", text) for text in restarts.done])
+    hoist = _Hoist(graph, known, list(captured), tables, ordinary, [("distances", text) for text in restarts.done])
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         query, key = hoist.append_columns(Columns(call, tables, known))
@@ -155,6 +158,7 @@ class _Hoist:
     footprints: dict[Node, Footprint]
     captured: list[Any]
     tables: Tables
+    ordinary: Ordinary
     done: list[tuple[str, str]] = field(default_factory=list)
     reads: set[Node] = field(default_factory=set)
 
@@ -184,7 +188,7 @@ class _Hoist:
         """Return the captured tensors that a term learns, or none if it may contain an infinity, which hides a whole row.
 
         A term may do so if it has an infinite constant, a function with infinite values (the logarithm of a gate that is 0),
-        or a frozen tensor of floats (which may be a mask of -inf).
+        or a tensor of floats that may be a mask of -inf: it is frozen, or the graph computes it from such a thing.
         """
         inside = cone(node)
         numbers = [a for n in inside for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
@@ -193,7 +197,7 @@ class _Hoist:
         operands = dict(zip(ScoreMod.of(self.graph).captured, self.captured, strict=True))
         read = [operands[n] for n in inside if n in operands]
         floats = [x for x in read if fake_tensor(x) is not None and fake_tensor(x).is_floating_point()]
-        return floats if all(fake_tensor(x).requires_grad for x in floats) else []
+        return floats if all(map(self.ordinary, floats)) else []
 
     def _learned_anywhere(self, node: Any) -> list[Any]:
         """Return the captured tensors that a term reads and that need a gradient."""

@@ -15,6 +15,7 @@ from inductor_ext import passes
 from inductor_ext.core.report import collect
 from inductor_ext.options import Options
 from inductor_ext.torch_api.higher_order import flex_attention_hop
+from tests.attention.case import relative_error
 from tests.support import random_score_mods
 from tests.support.dynamo_graphs import Stop, after
 from tests.support.eager_graphs import eager_graphs
@@ -112,7 +113,7 @@ graph():
 
 
 def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
-    t = table(2, LENGTH)
+    t = torch.nn.Parameter(table(2, LENGTH).detach())
     seen = hoisted(lambda s, b, h, q, k: s + t[h, q])
     assert "dropped" in seen["notes"] and len(seen["node"].args[7]) == 0
     assert "gradfuse.depend.default" in seen["outer"]
@@ -125,15 +126,52 @@ def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
 
 
 def test_a_term_that_may_hide_a_row_stays():
-    frozen, learned = torch.zeros(LENGTH), table(LENGTH)
+    frozen, learned = torch.zeros(LENGTH), torch.nn.Parameter(table(LENGTH).detach())
     assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
     assert "dropped" not in hoisted(lambda s, b, h, q, k: s + (frozen[q] + learned[q]))["notes"]
     hidden = hoisted(lambda s, b, h, q, k: s + torch.where(q < 4, learned[q], -float("inf")))["notes"]
     assert "dropped" not in hidden and "row" in hidden
 
 
+#: Terms for each query that the graph computes outside of the score_mod. They may be -inf in a later call.
+HIDES = {
+    "chosen": lambda t, valid: torch.where(valid, t, -torch.inf),
+    "filled": lambda t, valid: (t * 2).masked_fill(~valid, -torch.inf),
+    "a_logarithm": lambda t, valid: torch.log(t.sigmoid() * valid),
+    "written_in_place": lambda t, valid: (t * 1.0).masked_fill_(~valid, -torch.inf),
+    "divided": lambda t, valid: -t.exp() / valid,
+    "no_parameter": lambda t, valid: t.detach().masked_fill(~valid, -torch.inf).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_a_term_that_hides_a_row_in_a_later_call(name):
+    """A row that is hidden as a whole is zero in flex_attention, and has no gradient."""
+    learned = torch.nn.Parameter(table(2, LENGTH).detach())
+
+    def attention(q, t, valid):
+        row = t if name == "no_parameter" else HIDES[name](t, valid)
+        return flex_attention(q, q, q, score_mod=lambda s, b, h, q, k: s + row[h, q])
+
+    def dense(q, t, valid):
+        row = (t if name == "no_parameter" else HIDES[name](t, valid))[:, :, None]
+        shown = torch.softmax(q @ q.mT * 0.25 + torch.where(row.isinf(), 0.0, row), -1) @ q
+        return torch.where(row.isinf(), 0.0, shown)
+
+    query = torch.randn(1, 2, LENGTH, 16)
+    with eager_graphs():
+        compiled = torch.compile(attention, backend="gradfuse", fullgraph=True)
+        for valid in (torch.ones(LENGTH, dtype=torch.bool), torch.arange(LENGTH) != 3):
+            t = HIDES[name](learned, valid) if name == "no_parameter" else learned
+            given, exact = query.clone().requires_grad_(), query.double().requires_grad_()
+            got, want = compiled(given, t, valid), dense(exact, t.double(), valid)
+            assert relative_error(got, want) < 1e-5
+            grads = [torch.autograd.grad(out.square().sum(), x)[0] for out, x in ((got, given), (want, exact))]
+            assert relative_error(*grads) < 1e-5
+
+
 def test_a_term_without_a_key_stays_where_the_logsumexp_is_asked_for():
-    t = table(2, LENGTH)
+    t = torch.nn.Parameter(table(2, LENGTH).detach())
     assert "dropped" not in hoisted(lambda s, b, h, q, k: s + t[h, q], aux=True)["notes"]
 
 

@@ -9,9 +9,9 @@ import torch
 
 from ...core.fx import dtype_of
 from ...core.writes import Writes
+from ..ordinary import Ordinary
 from .elements import Apply, Constant, Element, Position, Read
 from .indices import Ranges
-from .ordinary import Ordinary
 
 #: What a parameter holds, and what layers compute, is taken to be no larger. It is learned, and no mask.
 LEARNED = 16.0

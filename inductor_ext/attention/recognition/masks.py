@@ -19,11 +19,11 @@ import torch
 
 from ...core.fx import dtype_of, requires_grad, working_dtype
 from ...core.writes import Writes
+from ..ordinary import FAR
 from .elements import Apply, Constant, Element, Read, Score, depends_on_scores
 from .indices import Ranges
 from .lifting import NotAttention
 from .magnitudes import Magnitudes
-from .ordinary import FAR
 
 
 def shifted(score: Element, row: Read) -> Element:

@@ -13,11 +13,11 @@ from ...core.dynamo_graph import Inserter
 from ...core.fx import dtype_of, requires_grad, shape_of, working_dtype
 from ...core.terms import is_one
 from ..kinds import K, Q
+from ..ordinary import FAR
 from .arrange import in_order, on_device
 from .elements import Element, Read
 from .evaluate import Evaluator
 from .indices import POSITIONS, B, H, Ranges
-from .ordinary import FAR
 
 
 def largest(outer: Inserter, masks: Element, ranges: Ranges, device: torch.device) -> Read:

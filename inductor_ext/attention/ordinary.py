@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...core.fx import dtype_of, fake_tensor, requires_grad
-from ...core.purity import changes_in_place
-from ...core.terms import CASTS, arg, calls_torch, canonical_name, is_tensor, op
-from ...core.writes import VIEWS, Writes
-from ..functional import out_of_place
+from ..core.fx import dtype_of, fake_tensor, requires_grad
+from ..core.purity import changes_in_place
+from ..core.terms import CASTS, arg, calls_torch, canonical_name, is_tensor, op
+from ..core.writes import VIEWS, Writes
+from .functional import out_of_place
 
 #: A number of the graph that is further from zero may be a mask.
 FAR = 1e3
@@ -89,7 +89,7 @@ class _Numbers:
         """Return whether they may make a mask. minus_infinity: whether an infinite number is one."""
         limit = _FAR_BEFORE_GROWTH if self.grows else FAR
         factors = self.product * (self.reciprocals if self.divides or self.grows else 1.0)
-        return factors * self.largest > limit or (minus_infinity and self.infinite)
+        return factors * self.largest > limit or (minus_infinity and (self.infinite or self.divides))
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Ordinary:
                 numbers.meet(number, how)
         numbers.divides |= name == "div" and isinstance(arg(x, 1, "other"), Node)
         # The logarithm of zero is -inf.
-        numbers.infinite |= name == "log"
+        numbers.infinite |= name in ("log", "log1p")
         return nodes
 
 
