@@ -20,8 +20,10 @@ _METHODS = {"float32": ".float()", "bfloat16": ".bfloat16()", "float16": ".half(
 
 
 class _Casts:
-    def __init__(self, seed: int, dtype: str) -> None:
+    def __init__(self, seed: int, dtype: str, keeping: random.Random | None = None) -> None:
         self.rng = random.Random(seed)
+        #: Chooses a product that keeps an operand for the backward, if there is to be one.
+        self.keeping = keeping
         self.dtype = dtype
         self.w = Writer(self.rng)
         self.pool: list[str] = []
@@ -149,6 +151,27 @@ class _Casts:
             choices.append(f"{x}.view(-1)[0].neg_()" if t.dtype.is_signed else f"{x}.view(-1)[0].zero_()")
         self.w.statement(rng.choice(choices))
 
+    def kept(self, rng: random.Random) -> str | None:
+        """A product of which a round trip of casts is an operand that is kept for the backward."""
+        floats = [x for x in dict.fromkeys([*self.pool, *self.buffers]) if self.value(x).is_floating_point()]
+        if not floats:
+            return None
+        x = rng.choice(floats)
+        narrow = str(self.value(x).dtype)
+        if self.value(x).dim() == 2:
+            move = rng.choice(["", ".t()", ".reshape(-1)", "[1:]", ".flip(0)"])
+        else:
+            move = rng.choice(["", ".reshape(-1)", "[1:]", ".unsqueeze(0)"])
+        trip = self.w.add(f"{x}.to(torch.{rng.choice(['float32', 'float64'])}){move}.to({narrow})")
+        if trip is None:
+            return None
+        made = f"torch.randn({list(self.value(trip).shape)}, generator=g).to(device, {narrow}).requires_grad_()"
+        learned = self.w.input(made, "x")
+        products = [f"{learned} * {trip}"]
+        if self.value(trip).dim() == 2:
+            products += [f"{learned} @ {trip}.t()", f"F.linear({learned}, {trip})", f"{learned}[None] @ {trip}[None].mT"]
+        return self.w.add(rng.choice(products))
+
     def program(self) -> tuple[str, list[str]]:
         rng = self.rng
         for _ in range(rng.choice([1, 1, 2])):
@@ -173,6 +196,8 @@ class _Casts:
         returned = list(dict.fromkeys([made[-1], *rng.sample(made, min(len(made), rng.choice([0, 1, 1, 2])))]))
         if self.buffers and rng.random() < 0.1:
             returned.append(rng.choice(self.buffers))
+        if self.keeping is not None and (name := self.kept(self.keeping)) is not None:
+            returned.append(name)
         source = self.w.source(returned, effects=True)
         return (self.as_module(source) if self.buffers and rng.random() < 0.3 else source), returned
 
@@ -199,10 +224,13 @@ def generate(seed: int, dtype: str = "any") -> Program:
     attempt = seed
     for _ in range(50):
         chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype
+        # Drawn apart, so that a seed writes the same program as before anything was overwritten.
+        other = random.Random(f"overwrites{seed}")
+        overwrites = other.randrange(12) if other.random() < 0.3 else -1
         with torch.no_grad():
-            casts = _Casts(attempt, chosen)
+            casts = _Casts(attempt, chosen, other if overwrites >= 0 else None)
         source, returned = casts.program()
         if returned:
-            return Program("casts", seed, source, chosen, None, exact=casts.exact, strides=True)
+            return Program("casts", seed, source, chosen, None, casts.exact, strides=True, overwrites=overwrites)
         attempt += 1_000_003
     raise RuntimeError(f"seed {seed} makes no program")

@@ -38,6 +38,7 @@ class Program:
 
     exact: the program only moves and casts values, so its result is bitwise equal to that of eager mode.
     strides: strides, aliasing and mutations of inputs are compared too, and the reference is eager mode.
+    overwrites: which of the tensors outside, results and inputs, is overwritten between forward and backward; -1 for none.
     """
 
     family: str
@@ -47,6 +48,7 @@ class Program:
     dynamic: bool | None = None
     exact: bool = False
     strides: bool = False
+    overwrites: int = -1
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class Program:
 
     def show(self) -> str:
         """The source, and code that runs it."""
-        names = ("family", "seed", "dtype", "dynamic", "exact", "strides")
+        names = ("family", "seed", "dtype", "dynamic", "exact", "strides", "overwrites")
         fields = ", ".join(f"{n}={getattr(self, n)!r}" for n in names)
         return f"# {self.name}\n{self.source}\n{_REPRODUCE.replace('{fields}', fields)}"
 

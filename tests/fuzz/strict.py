@@ -63,7 +63,7 @@ def _compare(program: Program, got: runs.Run, want: runs.Run, mode: str) -> dict
 def _eager(program: Program, device: str) -> runs.Run:
     with runs.loaded(program) as module:
         inputs = runs.draw_inputs(module, device, judging.DRAW)
-        return runs.execute(module.program, inputs, runs.leaf_names(module, inputs))
+        return runs.execute(module.program, inputs, runs.leaf_names(module, inputs), overwrites=program.overwrites)
 
 
 def _same_code_as_stock(program: Program, device: str, found: dict[str, str]) -> bool:
