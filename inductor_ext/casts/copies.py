@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from ..core.fx import cast_of
 from ..core.joint_graph import after_tangents
 from ..core.purity import base, viewed, written
 
@@ -41,10 +42,24 @@ class Copies:
         return owner.op == "placeholder" or escapes(owner)
 
     def _in_backward(self, node: Node) -> bool:
-        """Return whether the backward computes a node, or reads it or a view of it."""
-        if node in self._backward or any(user in self._backward for user in node.users if user.op != "output"):
-            return True
-        return any(viewed(user) is node and self._in_backward(user) for user in node.users)
+        """Return whether the backward computes a node, or reads it or what can be computed from it again."""
+        seen, pending = {node}, [node]
+        while pending:
+            current = pending.pop()
+            if current in self._backward:
+                return True
+            new = {user for user in current.users if user.op != "output"} - seen
+            if not new.isdisjoint(self._backward):
+                return True
+            seen |= new
+            pending += filter(_is_recomputed, new)
+        return False
+
+
+def _is_recomputed(node: Node) -> bool:
+    """Return whether the backward may compute a node of the forward again, so that its operand is kept for that."""
+    tags = getattr(node.target, "tags", ())
+    return viewed(node) is not None or cast_of(node) is not None or torch.Tag.pointwise in tags
 
 
 def escapes(node: Node) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from ..core.fx import shape_of, value_of
+from ..core.outside import Outside
 from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
 from ..torch_api.config import asserts_in_kernels
 from ..torch_api.graph import buffer_value
@@ -346,23 +347,29 @@ def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
     if op(product) != "matmul":
         raise NotMLSTM("the scores are not a product of queries and keys")
     inside.add(product)
-    query, of_query = _unscaled(product.args[0], set())
-    flipped, of_flipped = _unscaled(product.args[1], set())
+    outside = Outside(product.graph)
+    query, of_query = _unscaled(product.args[0], set(), outside)
+    flipped, of_flipped = _unscaled(product.args[1], set(), outside)
     view = view_of(flipped)
-    key, of_key = _unscaled(view.base, set())
+    key, of_key = _unscaled(view.base, set(), outside)
     straight = whole(view.base).dims
     if view.dims != (*straight[:-2], straight[-1], straight[-2]) or any(view.starts):
         raise NotMLSTM("the scores are not a product of queries and transposed keys")
     return query, key, scale * of_query * of_flipped * of_key
 
 
-def _unscaled(node: Any, inside: set[Node]) -> tuple[Any, float]:
-    """``node`` without its factors that are Python numbers, and the product of these factors."""
+def _unscaled(node: Any, inside: set[Node], outside: Outside | None = None) -> tuple[Any, float]:
+    """``node`` without its factors that are Python numbers, and the product of these factors.
+
+    outside: memory that can be changed before the backward. What is scaled there is a copy, and remains one.
+    """
     scale = 1.0
     while binary(node, "mul") or binary(node, "div"):
         factors = [a for a in node.args if is_tensor(a)]
         numbers = [number(a) for a in node.args if not is_tensor(a)]
         if len(factors) != 1 or numbers[0] is None or (op(node) == "div" and factors[0] is not node.args[0]):
+            break
+        if outside is not None and outside.has(factors[0]):
             break
         scale = scale * numbers[0] if op(node) == "mul" else scale / numbers[0]
         inside.add(node)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..core.fx import cone, shape_of, value_of, working_dtype
+from ..core.outside import Outside, copied, is_returned
 from ..core.report import leave_to_stock, record, user_line
 from ..core.terms import arg, calls_torch, is_one, is_tensor, number, op, reads_shape, view_of, whole
 from ..core.writes import VIEWS, Writes
@@ -135,6 +136,8 @@ def _replace(gm: GraphModule, product: Node, cell: Cell, norm: _Norm | None) -> 
     keywords: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
     keywords["orders"] = tuple(gate.order for gate in gates)
     keywords["masks"] = tuple((mask.buffer, mask.negated) for mask in cell.masks)
+    keywords["returned"] = is_returned(last)
+    keywords["given"] = tuple(map(Outside(gm.graph).has, (gate.tensor for gate in gates)))
     if norm is not None:
         operands += (norm.weight, norm.bias)
         keywords |= {"norm_eps": norm.eps, "by_group": norm.by_group}
@@ -160,6 +163,8 @@ def fused_cell(
     scale: float,
     orders: tuple[tuple[int, ...], tuple[int, ...]],
     masks: tuple[tuple[Tensor, bool], ...],
+    returned: bool,
+    given: tuple[bool, bool],
     norm_eps: float = 0.0,
     by_group: bool = False,
 ) -> Tensor:
@@ -167,17 +172,19 @@ def fused_cell(
 
     orders: of the dims of the two gates (pattern.Gate). masks: buffers that were causal masks when this was compiled, and
     whether they are negated. Raises an error, on a GPU by a device-side assertion, if one of them is none any more.
+    returned, given: whether the result, and each gate, can be changed outside of the graph before the backward. The op saves
+    them for it, and the plain form does not.
     """
     for mask, negated in masks:
         assert_async((mask == causal(mask, negated)).all(), _CHANGED)
     batch, heads, length, _ = query.shape
-    gates = (
-        x.permute(order).reshape(batch, heads, length) for x, order in zip((input_gate, forget_gate), orders, strict=True)
-    )
+    gates = (copied(x) if outside else x for x, outside in zip((input_gate, forget_gate), given, strict=True))
+    gates = (x.permute(order).reshape(batch, heads, length) for x, order in zip(gates, orders, strict=True))
     affine = (_of_heads(x, heads, value.shape[-1]) for x in (weight, bias))
     norm_weight, norm_bias = affine
     norm_weight = None if norm_weight is None else norm_weight - 1
     y = mlstm_op(query, key, value, *gates, norm_weight, norm_bias, norm, eps, norm_eps, scale)[0]
+    y = copied(y) if returned else y
     return y.transpose(1, 2).reshape(batch * length, -1) if by_group else y
 
 

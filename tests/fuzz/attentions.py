@@ -369,4 +369,6 @@ def generate(seed: int, dtype: str = "any") -> Program:
     """Make the program of a seed."""
     chosen = random.Random(f"dtype{seed}").choice(DTYPES) if dtype == "any" else dtype
     dynamic = True if random.Random(f"dynamic{seed}").random() < 0.08 else None
-    return Program("attentions", seed, _Attention(seed, chosen).program(), chosen, dynamic)
+    # The first result. Biases and masks, which a kernel reads again in the backward, are not overwritten.
+    overwrites = 0 if random.Random(f"overwrites{seed}").random() < 0.25 else -1
+    return Program("attentions", seed, _Attention(seed, chosen).program(), chosen, dynamic, overwrites=overwrites)

@@ -217,6 +217,8 @@ def generate(seed: int, dtype: str = "any") -> Program:
         source, outputs = _Indices(attempt, chosen).program()
         if outputs and "requires_grad_" in source:
             dynamic = True if random.Random(f"dynamic{seed}").random() < 0.08 else None
-            return Program("indices", seed, source, chosen, dynamic)
+            other = random.Random(f"overwrites{seed}")
+            overwrites = other.randrange(12) if other.random() < 0.15 else -1
+            return Program("indices", seed, source, chosen, dynamic, overwrites=overwrites)
         attempt += 1_000_003
     raise RuntimeError(f"seed {seed} makes no program")

@@ -20,7 +20,7 @@ from inductor_ext.attention import hoisting
 from inductor_ext.attention.recognition import grouped, rewrite, skipping
 from inductor_ext.torch_api.config import compile_fx as stock_compile_fx
 from inductor_ext.torch_api.config import without_caches
-from tests.support.eager_graphs import eager_graphs
+from tests.support.eager_graphs import eager_graphs, without_views
 from tests.support.interpreter import triton_on_cpu
 
 from . import references
@@ -116,7 +116,7 @@ def reference(program: Program, device: str, draw: int) -> Run:
         inputs = draw_inputs(module, device, draw, torch.float64)
         references.largest_score.clear()
         with references.RecordLogits() if program.family == "attentions" else contextlib.nullcontext():
-            run = execute(module.program, inputs, leaf_names(module, inputs))
+            run = execute(module.program, inputs, leaf_names(module, inputs), overwrites=program.overwrites)
         # Scaled to base 2 and rounded, forward and backward each.
         run.rounding = 2 * 2.0**-24 * math.log2(math.e) * max(references.largest_score, default=0.0)
         return run
@@ -130,16 +130,16 @@ def eager(program: Program, device: str, draw: int) -> Run:
         inputs = draw_inputs(module, device, draw)
         names = leaf_names(module, inputs)
         if program.family == "score_mods":
-            return execute(module.program, inputs, names, emulated=True)
+            return execute(module.program, inputs, names, True, program.overwrites)
         with references.SumsInFloat32() if half else contextlib.nullcontext():
-            return execute(module.program, inputs, names)
+            return execute(module.program, inputs, names, overwrites=program.overwrites)
 
 
 def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Callable[..., Any]:
     def run(arguments: list[Any]) -> Any:
         inputs = list(arguments)
         arguments.clear()
-        return gm(*inputs)
+        return without_views(gm(*inputs))
 
     run._boxed_call = True
     return run

@@ -101,6 +101,8 @@ KEPT = {
     "whole in a matmul": (lambda x, b: x @ b.float().bfloat16().t(), BF16, BF16),
     "whole in a batched matmul": (lambda x, b: torch.matmul(x[None], b.double().float().bfloat16().mT[None])[0], BF16, BF16),
     "whole in a layer": (lambda x, b: F.linear(x, b.float().bfloat16()), BF16, BF16),
+    "whole, recomputed": (lambda x, b: x * (b.float().bfloat16()[:4] * 2).tanh().float().bfloat16(), BF16, BF16),
+    "part, recomputed": (lambda x, b: F.layer_norm(x, (8,), b.float().bfloat16()[0], None), BF16, BF16),
     "transposed between the casts": (lambda x, b: x @ b.float().t().bfloat16(), BF16, BF16),
     "reshaped": (lambda x, b: x @ b.double().reshape(3, 4, 8).flatten(0, 1).float().t(), FP32, FP32),
     "matmul": (lambda x, b: x[:, :4] @ b.float()[:4].bfloat16(), BF16, BF16),

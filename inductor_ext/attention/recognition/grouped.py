@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from ...core.fx import fake_tensor, shape_of
+from ...core.fx import shape_of
+from ...core.outside import Outside
 from ...core.terms import calls_torch
-from ...torch_api.graph import storage_of
 from ...torch_api.sizes import size_hint
 from . import views
 from .attentions import WIDTH, Attention, Side
@@ -93,11 +93,5 @@ def _group(index: Any) -> Any:
 
 
 def _stays(node: Node, attention: Attention) -> bool:
-    """Return whether a tensor keeps its values until the backward, for which a kernel saves it and eager mode saves a copy.
-
-    What is given to the graph or returned by it may be changed outside.
-    """
-    graph = node.graph
-    outside = [n for n in graph.nodes if n.op == "placeholder"] + graph.output_node().all_input_nodes
-    known = {storage_of(x) for n in outside if (x := fake_tensor(n)) is not None}
-    return storage_of(fake_tensor(node)) not in known and not attention.lift.writes.after(node)
+    """Return whether a tensor keeps its values until the backward, for which a kernel saves it. Eager mode saves a copy."""
+    return not Outside(node.graph).has(node) and not attention.lift.writes.after(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
 from ...core.fx import called, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of, value_of
+from ...core.outside import is_returned
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import op, reads_shape
@@ -209,20 +211,21 @@ def _result(outer: Inserter, fused: Node, row: Read | None, attention: Attention
         result = shared(outer, result, outer.function(operator.getitem, fused, 1), attention.sink, row, lift.ranges)
     result = _as_before(outer, result, attention)
     # flex_attention saves its output for the backward, so that nothing may write to that.
-    if lift.writes.after(last) or _layout_matters(last) or _copies_may_change(last, lift.writes):
-        result = _laid_out_as(outer, result, last)
+    if is_returned(last):
+        return _laid_out_as(outer, result, last, lambda x: outer.function(torch.ops.gradfuse.copied.default, x))
+    if lift.writes.after(last) or _layout_matters(last) or _copies_change(last, lift.writes):
+        return _laid_out_as(outer, result, last, lambda x: outer.method("clone", x, memory_format=torch.contiguous_format))
     return result
 
 
-def _laid_out_as(outer: Inserter, result: Node, last: Node) -> Node:
-    """Return a copy with the dims in memory in the order in which ``last`` has them."""
+def _laid_out_as(outer: Inserter, result: Node, last: Node, copy: Callable[[Node], Node]) -> Node:
+    """Return a copy with the dims in memory in the order in which ``last`` has them. copy: inserts a contiguous copy."""
     strides = [size_hint(n) for n in fake_tensor(last).stride()]
     order = sorted(range(len(strides)), key=lambda d: -(strides[d] or 0))
     back = [order.index(d) for d in range(len(order))]
     if order == back == sorted(order):
-        return outer.method("clone", result, memory_format=torch.contiguous_format)
-    copy = outer.method("clone", outer.method("permute", result, order), memory_format=torch.contiguous_format)
-    return outer.method("permute", copy, back)
+        return copy(result)
+    return outer.method("permute", copy(outer.method("permute", result, order)), back)
 
 
 def _mask_mod(like: Node, query: torch.Tensor) -> GraphModule:
@@ -261,14 +264,13 @@ def _layout_matters(last: Node) -> bool:
     return not all(called(user) in _PASS_ON and not _layout_matters(user) for user in others)
 
 
-def _copies_may_change(last: Node, writes: Writes) -> bool:
-    """Return whether something writes to a copy of the result in the graph, or may do so after the graph has run.
+def _copies_change(last: Node, writes: Writes) -> bool:
+    """Return whether something writes to a copy of the result in the graph.
 
     What was a copy may become a view of the kernel's result, because that may have another layout.
     """
-    returned = {storage_of(x) for n in last.graph.output_node().all_input_nodes if (x := fake_tensor(n)) is not None}
     copies = [user for user in _moved(last) if called(user) in _MAY_COPY and fake_tensor(user) is not None]
-    return any(writes.after(user) or storage_of(fake_tensor(user)) in returned for user in copies)
+    return any(map(writes.after, copies))
 
 
 def _moved(last: Node) -> set[Node]:

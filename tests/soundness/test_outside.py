@@ -1,0 +1,118 @@
+"""What the caller writes to between forward and backward, where eager mode has kept nothing of it for the backward."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_ext.attention.recognition import rewrite
+from inductor_ext.core.report import collect
+from tests.attention.case import relative_error
+from tests.mlstm import plain_forms
+from tests.support.eager_graphs import eager_graphs
+
+B, H, S, D = 2, 3, 20, 16
+REPLACED_BY = {"attention_pattern": "flex_attention", "mlstm_pattern": "gradfuse::mlstm"}
+
+
+@pytest.fixture(autouse=True)
+def few_scores_are_enough(monkeypatch):
+    monkeypatch.setattr(rewrite, "FEWEST_ON_CPU", 0)
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), requires_grad=True)
+
+
+def gradients(function, inputs, write):
+    """The gradients of the inputs that need one, if ``write`` changes the result, or what it finds among the inputs."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    out = function(*inputs)
+    written = out if write is None else inputs[write]
+    with torch.no_grad():
+        written.mul_(3)
+    tangent = torch.arange(out.numel()).reshape(out.shape) % 7 - 2.0
+    return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], tangent.to(out))
+
+
+def check(function, inputs, write, pass_name, compiled=False):
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if compiled else eager_graphs(), collect() as report:
+        got = gradients(torch.compile(function, backend="gradfuse", fullgraph=True), inputs, write)
+    assert [d.path for d in report.decisions if d.pass_name == pass_name] == [REPLACED_BY[pass_name]]
+    for x, y in zip(got, gradients(function, [x.double() for x in inputs], write), strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
+def biased(q, k, v, bias):
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+def merged(out):
+    return out.transpose(1, 2).reshape(B, S, -1)
+
+
+#: What is done to the result of an attention before it is returned.
+RETURNED = {
+    "as_it_is": lambda out: out,
+    "merged": merged,
+    "copied": lambda out: out.clone(),
+    "copied_heads": lambda out: out.transpose(1, 2).contiguous(),
+    "times_one": lambda out: merged(out) * 1.0,
+    "plus_nothing": lambda out: out + torch.zeros(()),
+    "dropped": lambda out: F.dropout(merged(out), 0.0, training=True),
+    "cast": lambda out: out.float().view(B, H, S * D),
+    "concatenated": lambda out: torch.cat([out]),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_the_result_of_an_attention(name):
+    function = lambda q, k, v, b: RETURNED[name](biased(q, k, v, b))  # noqa: E731
+    check(function, [randn(B, H, S, D) for _ in range(3)] + [randn(H, S, S)], None, "attention_pattern")
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_result_of_an_attention_whose_heads_are_beside_positions_in_memory(heads):
+    """The kernel's result then has the layout that the program's copy would have."""
+
+    def function(q, k, v, b):
+        return merged(F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=b))
+
+    check(function, [randn(B, S, heads, D) for _ in range(3)] + [randn(heads, S, S)], None, "attention_pattern")
+
+
+def test_the_result_of_an_attention_after_code_generation():
+    function = lambda q, k, v, b: merged(biased(q, k, v, b))  # noqa: E731
+    check(function, [randn(B, 1, S, D) for _ in range(3)] + [randn(1, S, S)], None, "attention_pattern", compiled=True)
+
+
+def cell(q, k, v, i, f, norm=False):
+    hidden = plain_forms._with(norm=False)(q, k, v, i, f, None)
+    return F.layer_norm(hidden, (D,)) if norm else hidden
+
+
+def operands(key=True):
+    tensors = [randn(B, H, S, D) + n for n in range(3)] + [randn(B, H, S), randn(B, H, S) + 2.0]
+    return [x.detach().requires_grad_(n != 1 or key) for n, x in enumerate(tensors)]
+
+
+#: mLSTM, and what is written to: its result (None) or an operand.
+MLSTM = {
+    "result": (cell, None),
+    "result_of_the_norm": (lambda *x: cell(*x, norm=True), None),
+    "result_whose_heads_are_merged": (lambda *x: merged(cell(*x)), None),
+    "input_gate": (cell, 3),
+    "input_gate_beside_positions": (lambda q, k, v, i, f: cell(q, k, v, i[:, :, None, :].squeeze(2), f), 3),
+    "scaled_key": (lambda q, k, v, i, f: cell(q, k / 4, v, i, f), 1),
+    "scaled_key_of_a_view": (lambda q, k, v, i, f: cell(q, k.flip(2).mT.mT * 2.0 / 4, v, i, f), 1),
+    "scaled_key_that_is_turned": (lambda q, k, v, i, f: cell(q, k.mT.contiguous().mT / 4, v, i, f), 1),
+    "scaled_view": (lambda q, k, v, i, f: cell(q, k.view(B, H, 1, S, D)[:, :, 0] / 4, v, i, f), 1),
+}
+
+
+@pytest.mark.parametrize("name", MLSTM)
+def test_mlstm(name):
+    function, write = MLSTM[name]
+    check(function, operands(key=write != 1), write, "mlstm_pattern")
