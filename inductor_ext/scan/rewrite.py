@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from ..core.dynamo_graph import Inserter
+from ..core.outside import Outside, is_returned
 from ..core.purity import changes_in_place
 from ..core.report import record, user_line
 from ..core.terms import op
@@ -34,12 +36,14 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 def _turn(node: Node) -> None:
     """Scan from the end instead of scanning flipped leaves and flipping the results back.
 
-    torch writes ``reverse=True`` with such flips.
+    torch writes ``reverse=True`` with such flips, and keeps these copies for the backward. So what is outside is copied.
     """
     combine, xs, *additional = node.args
     if not _just_flipped(xs, node) or any(user.target is not operator.getitem for user in node.users) or _changes(node):
         return
-    node.args = (combine, [x.args[0] for x in xs], *additional)
+    outside = Outside(node.graph)
+    straight = [x.args[0] for x in xs]
+    node.args = (combine, [_copied(x, before=node) if outside.has(x) else x for x in straight], *additional)
     node.kwargs = {**node.kwargs, "reverse": True}
     for result in list(node.users):
         with node.graph.inserting_after(result):
@@ -47,13 +51,18 @@ def _turn(node: Node) -> None:
         flipped.meta = dict(result.meta)
         result.replace_all_uses_with(flipped, delete_user_cb=lambda user, new=flipped: user is not new)
         for user in filter(_flipped, list(flipped.users)):
-            user.replace_all_uses_with(result)
+            user.replace_all_uses_with(_copied(result, before=user) if is_returned(user) else result)
             node.graph.erase_node(user)
         if not flipped.users:
             node.graph.erase_node(flipped)
     for x in dict.fromkeys(xs):
         if not x.users:
             node.graph.erase_node(x)
+
+
+def _copied(x: Node, before: Node) -> Node:
+    with x.graph.inserting_before(before):
+        return Inserter(x.graph, x).function(torch.ops.gradfuse.copied.default, x)
 
 
 def _just_flipped(xs: Sequence[Node], node: Node) -> bool:

@@ -41,6 +41,8 @@ def dynamo_graph(additional=(), flips=False):
     if flips:
         products, state = (graph.call_function(operator.getitem, (ys, i)) for i in range(2))
         ys = (flip(products), state)
+        for node in graph.find_nodes(op="call_function", target=torch.flip) + [products, state, *xs]:
+            node.meta["example_value"] = torch.ones(9)
     graph.output(ys)
     return torch.fx.GraphModule(root, graph)
 
@@ -57,12 +59,17 @@ def test_the_op_gets_a_gradient_of_its_own():
 
 
 def test_flips_become_a_scan_from_the_end():
-    """The flips of the operands and of the results disappear. A result that is used without a flip is flipped."""
+    """The flips of the operands and of the results disappear. A result that is used without a flip is flipped.
+
+    What is given and returned is copied instead.
+    """
     gm, xs = dynamo_graph(flips=True), leaves("ff", 9)
     want = gm(*(x.detach() for x in xs))
     scans.rewrite(gm, Options())
     (node,) = gm.graph.find_nodes(op="call_function", target=scan)
-    assert node.kwargs == {"reverse": True} and [x.name for x in node.args[1]] == ["a", "x"]
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.gradfuse.copied.default)
+    assert node.kwargs == {"reverse": True} and [*node.args[1]] == copies[:2]
+    assert [x.args[0].name for x in copies] == ["a", "x", "getitem"]
     (flip,) = gm.graph.find_nodes(op="call_function", target=torch.flip)
     assert flip.args[0].args[1] == 1
     for got, exact in zip(gm(*xs), want, strict=True):

@@ -10,6 +10,7 @@ from inductor_ext.attention.recognition import rewrite
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.mlstm import plain_forms
+from tests.scan.test_compiled import pointwise_scan
 from tests.support.eager_graphs import eager_graphs
 
 B, H, S, D = 2, 3, 20, 16
@@ -116,3 +117,35 @@ MLSTM = {
 def test_mlstm(name):
     function, write = MLSTM[name]
     check(function, operands(key=write != 1), write, "mlstm_pattern")
+
+
+def scanned(x, dim):
+    """A scan from the end, for which torch flips copies of its leaves and of its results."""
+    return pointwise_scan(lambda left, right: [torch.logaddexp(left, right)], [x], dim, reverse=True)[0]
+
+
+def scanned_exactly(x, dim):
+    return x.flip(dim).logcumsumexp(dim).flip(dim)
+
+
+#: Functions of a scan and its leaf, and what is written to.
+REVERSED = {
+    "result": (lambda scan, x: scan(x, 1), None),
+    "result_along_the_first_dim": (lambda scan, x: scan(x, 0), None),
+    "result_that_is_moved": (lambda scan, x: scan(x, 1).mT, None),
+    "leaf": (lambda scan, x: scan(x, 1), 0),
+    "leaf_that_is_moved": (lambda scan, x: scan(x.mT, 2), 0),
+}
+
+
+@pytest.mark.parametrize("name", REVERSED)
+def test_a_scan_from_the_end(name):
+    function, write = REVERSED[name]
+    x = randn(3, 17, 4)
+    torch._dynamo.reset()
+    with eager_graphs() as graphs:
+        compiled = torch.compile(lambda x: function(scanned, x), backend="gradfuse", fullgraph=True)
+        (got,) = gradients(compiled, [x], write)
+    assert "associative_scan" in graphs[0].code and "flip" not in graphs[0].code
+    (want,) = gradients(lambda x: function(scanned_exactly, x), [x.double()], write)
+    assert relative_error(got, want) < 1e-5
