@@ -41,7 +41,7 @@ def dynamo_graph(additional=(), flips=False):
     if flips:
         products, state = (graph.call_function(operator.getitem, (ys, i)) for i in range(2))
         ys = (flip(products), state)
-        for node in graph.find_nodes(op="call_function", target=torch.flip) + [products, state, *xs]:
+        for node in [*graph.find_nodes(op="call_function", target=torch.flip), products, state, *xs]:
             node.meta["example_value"] = torch.ones(9)
     graph.output(ys)
     return torch.fx.GraphModule(root, graph)
