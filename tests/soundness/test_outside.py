@@ -84,13 +84,9 @@ def test_the_result_of_an_attention_whose_heads_are_beside_positions_in_memory(h
     check(function, [randn(B, S, heads, D) for _ in range(3)] + [randn(heads, S, S)], None, "attention_pattern")
 
 
-def test_the_result_of_an_attention_after_code_generation():
-    function = lambda q, k, v, b: merged(biased(q, k, v, b))  # noqa: E731
-    check(function, [randn(B, 1, S, D) for _ in range(3)] + [randn(1, S, S)], None, "attention_pattern", compiled=True)
-
-
 def cell(q, k, v, i, f, norm=False):
-    hidden = plain_forms._with(norm=False)(q, k, v, i, f, None)
+    mask = lambda length: torch.ones(length, length, dtype=torch.bool, device=q.device).tril()  # noqa: E731
+    hidden = plain_forms._with(norm=False, mask=mask)(q, k, v, i, f, None)
     return F.layer_norm(hidden, (D,)) if norm else hidden
 
 
@@ -117,6 +113,17 @@ MLSTM = {
 def test_mlstm(name):
     function, write = MLSTM[name]
     check(function, operands(key=write != 1), write, "mlstm_pattern")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["attention", "mlstm"])
+def test_after_code_generation(name, device):
+    if name == "attention":
+        function, inputs = lambda q, k, v, b: merged(biased(q, k, v, b)), [randn(B, 1, S, D)] * 3 + [randn(1, S, S)]
+    else:
+        function, inputs = MLSTM["result_of_the_norm"][0], operands()
+    inputs = [x.detach().to(device).requires_grad_() for x in inputs]
+    check(function, inputs, None, f"{name}_pattern", compiled=True)
 
 
 def scanned(x, dim):
