@@ -78,5 +78,5 @@ def table(options: Options) -> dict[Any, Callable[..., Any]]:
         **{each.overload: each.lowering(options) for each in KERNELS},
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.stored.default: stored,
-        torch.ops.gradfuse.copied.default: lowerings[torch.ops.aten.clone.default],
+        torch.ops.gradfuse.copied.default: lambda x, contiguous=True: lowerings[torch.ops.aten.clone.default](x),
     }

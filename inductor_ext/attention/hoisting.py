@@ -84,7 +84,7 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         module = getattr(gm, call.score_mod.target)
         trains = needs_grad([call.query, call.key, call.value, *call.captured])
         # The pass ``score_mods`` has already reported an impure score_mod.
-        if (trains or _has_vectors(module.graph)) and impurity(module.graph) is None:
+        if (trains or any(map(_is_vector, module.graph.nodes))) and impurity(module.graph) is None:
             _rewrite_node(gm, node, options, ordinary)
     gm.recompile()
 
@@ -139,10 +139,6 @@ def _is_vector(node: Node) -> bool:
     """Return whether a node of a score_mod computes more than one number, for example a row of a captured tensor."""
     value = fake_tensor(node)
     return node.op in ("call_function", "call_method") and value is not None and value.dim() > 0
-
-
-def _has_vectors(graph: Graph) -> bool:
-    return any(map(_is_vector, graph.nodes))
 
 
 def _only_output(node: Node) -> bool:

@@ -74,7 +74,7 @@ class _Numbers:
     def meet(self, number: float, how: str) -> None:
         """Note a number that is an operand of an op, multiplied ("mul"), divided by ("div"), or used otherwise."""
         size = abs(float(number))
-        if not math.isfinite(size):
+        if not math.isfinite(size) or (how == "div" and not size):
             self.infinite = True
         elif size:
             reciprocal = 1.0 / size if size > _SMALLEST else math.inf
@@ -148,14 +148,20 @@ class Ordinary:
             for number in _flat(value):
                 numbers.meet(number, how)
         numbers.divides |= name == "div" and isinstance(arg(x, 1, "other"), Node)
-        # The logarithm of zero is -inf.
-        numbers.infinite |= name in ("log", "log1p")
+        # Of zero, the logarithm is -inf, and so may be the negative of these others.
+        numbers.infinite |= name in ("log", "log1p", "reciprocal", "rsqrt") or (name == "pow" and not _is_positive(x))
         return nodes
 
 
 def _is_computed_from_positions(n: Node) -> bool:
     """Return whether a node, of which nothing is data, has numbers that are not learned."""
     return is_tensor(n) and not requires_grad(n) and dtype_of(n) is not torch.bool
+
+
+def _is_positive(power: Node) -> bool:
+    """Return whether the exponent of a power is a number that is not negative."""
+    exponent = arg(power, 1, "exponent")
+    return isinstance(exponent, (int, float)) and exponent >= 0
 
 
 def _name(x: Node) -> str:

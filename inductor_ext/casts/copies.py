@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..core.fx import cast_of
+from ..core.fx import cast_of, name_of
 from ..core.joint_graph import after_tangents
 from ..core.purity import base, viewed, written
 
@@ -27,6 +27,10 @@ _READ_STRIDES = {
 }
 
 
+#: Ops that Inductor may take for their operand, depending on the others.
+_MAY_BE_NOTHING = {"clone", "repeat", "cat", "constant_pad_nd", "copy", "slice_scatter", "select_scatter", "index_put"}
+
+
 class Copies:
     """Answers for one joint graph. A node that is added later is not in the backward."""
 
@@ -36,7 +40,7 @@ class Copies:
 
     def kept(self, node: Node, source: Node) -> bool:
         """Return whether ``node`` must not share memory with ``source``, because it may be kept for the backward."""
-        owner = base(source)
+        owner = _origin(source)
         if owner in self._backward or not self._in_backward(node):
             return False
         return owner.op == "placeholder" or escapes(owner)
@@ -56,10 +60,19 @@ class Copies:
         return False
 
 
+def _origin(node: Node) -> Node:
+    """Return what a node is a view of, or a copy that Inductor may remove."""
+    owner = base(node)
+    while name_of(owner) in _MAY_BE_NOTHING and len(owner.all_input_nodes) == 1:
+        owner = base(owner.all_input_nodes[0])
+    return owner
+
+
 def _is_recomputed(node: Node) -> bool:
     """Return whether the backward may compute a node of the forward again, so that its operand is kept for that."""
     tags = getattr(node.target, "tags", ())
-    return viewed(node) is not None or cast_of(node) is not None or torch.Tag.pointwise in tags
+    known = viewed(node) is not None or cast_of(node) is not None or name_of(node) in _MAY_BE_NOTHING
+    return known or torch.Tag.pointwise in tags
 
 
 def escapes(node: Node) -> bool:

@@ -87,7 +87,7 @@ class _RoundTrips:
         returned, expected = _reaches_output(cast), value_of(cast)
         result = self._make(operand, source)
         owner = base(result)
-        if self._copies.kept(cast, result):
+        if target is source and self._copies.kept(cast, result):
             return
         if returned and (owner in self._copies.written or (owner.op == "call_function" and escapes(owner))):
             # The cast keeps the value before a write to the tensor, or it is one of two results that must be two tensors.

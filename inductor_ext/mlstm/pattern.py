@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.fx import shape_of, value_of
+from ..core.fx import requires_grad, shape_of, value_of
 from ..core.outside import Outside
 from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
 from ..torch_api.config import asserts_in_kernels
@@ -347,7 +347,7 @@ def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
     if op(product) != "matmul":
         raise NotMLSTM("the scores are not a product of queries and keys")
     inside.add(product)
-    outside = Outside(product.graph)
+    outside = Outside(product.graph) if requires_grad(product) else None
     query, of_query = _unscaled(product.args[0], set(), outside)
     flipped, of_flipped = _unscaled(product.args[1], set(), outside)
     view = view_of(flipped)

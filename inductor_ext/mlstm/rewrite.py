@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..core.fx import cone, shape_of, value_of, working_dtype
+from ..core.fx import cone, requires_grad, shape_of, value_of, working_dtype
 from ..core.outside import Outside, copied, is_returned
 from ..core.report import leave_to_stock, record, user_line
 from ..core.terms import arg, calls_torch, is_one, is_tensor, number, op, reads_shape, view_of, whole
@@ -136,8 +136,9 @@ def _replace(gm: GraphModule, product: Node, cell: Cell, norm: _Norm | None) -> 
     keywords: dict[str, Any] = {"norm": norm is not None, "eps": cell.eps, "scale": cell.scale}
     keywords["orders"] = tuple(gate.order for gate in gates)
     keywords["masks"] = tuple((mask.buffer, mask.negated) for mask in cell.masks)
-    keywords["returned"] = is_returned(last)
-    keywords["given"] = tuple(map(Outside(gm.graph).has, (gate.tensor for gate in gates)))
+    trains, outside = requires_grad(last), Outside(gm.graph)
+    keywords["returned"] = trains and is_returned(last)
+    keywords["given"] = tuple(trains and outside.has(gate.tensor) for gate in gates)
     if norm is not None:
         operands += (norm.weight, norm.bias)
         keywords |= {"norm_eps": norm.eps, "by_group": norm.by_group}

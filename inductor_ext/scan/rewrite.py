@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..core.dynamo_graph import Inserter
+from ..core.fx import requires_grad
 from ..core.outside import Outside, is_returned
 from ..core.purity import changes_in_place
 from ..core.report import record, user_line
@@ -41,9 +42,11 @@ def _turn(node: Node) -> None:
     combine, xs, *additional = node.args
     if not _just_flipped(xs, node) or any(user.target is not operator.getitem for user in node.users) or _changes(node):
         return
-    outside = Outside(node.graph)
-    straight = [x.args[0] for x in xs]
-    node.args = (combine, [_copied(x, before=node) if outside.has(x) else x for x in straight], *additional)
+    straight = {x: x.args[0] for x in xs}
+    if any(map(requires_grad, straight.values())):
+        outside = Outside(node.graph)
+        straight = {x: _copied(before, node) if outside.has(before) else before for x, before in straight.items()}
+    node.args = (combine, [straight[x] for x in xs], *additional)
     node.kwargs = {**node.kwargs, "reverse": True}
     for result in list(node.users):
         with node.graph.inserting_after(result):
@@ -51,7 +54,7 @@ def _turn(node: Node) -> None:
         flipped.meta = dict(result.meta)
         result.replace_all_uses_with(flipped, delete_user_cb=lambda user, new=flipped: user is not new)
         for user in filter(_flipped, list(flipped.users)):
-            user.replace_all_uses_with(_copied(result, before=user) if is_returned(user) else result)
+            user.replace_all_uses_with(_copied(result, user) if requires_grad(user) and is_returned(user) else result)
             node.graph.erase_node(user)
         if not flipped.users:
             node.graph.erase_node(flipped)
@@ -62,7 +65,7 @@ def _turn(node: Node) -> None:
 
 def _copied(x: Node, before: Node) -> Node:
     with x.graph.inserting_before(before):
-        return Inserter(x.graph, x).function(torch.ops.gradfuse.copied.default, x)
+        return Inserter(x.graph, x).function(torch.ops.gradfuse.copied.default, x, False)
 
 
 def _just_flipped(xs: Sequence[Node], node: Node) -> bool:

@@ -140,6 +140,10 @@ HIDES = {
     "a_logarithm": lambda t, valid: torch.log(t.sigmoid() * valid),
     "written_in_place": lambda t, valid: (t * 1.0).masked_fill_(~valid, -torch.inf),
     "divided": lambda t, valid: -t.exp() / valid,
+    "divided_by_zero": lambda t, valid: torch.where(valid, t, -t.exp() / 0.0),
+    "reciprocal": lambda t, valid: -(t.exp() * valid).reciprocal(),
+    "root": lambda t, valid: -(t.exp() * valid).rsqrt(),
+    "power": lambda t, valid: -((t.exp() * valid) ** -2.0),
     "no_parameter": lambda t, valid: t.detach().masked_fill(~valid, -torch.inf).requires_grad_(),
 }
 

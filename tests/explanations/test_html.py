@@ -24,8 +24,8 @@ SCRIPT = f"""
     torch.manual_seed(0)
     temperature, slope = torch.rand({H}), torch.rand({H})
     relative, column, row, pair = torch.randn(8, {H}), torch.randn({H}, {S}), torch.randn({H}, {S}), torch.randn({H}, {S}, {S})
-    for tensor in (temperature, slope, relative, column, row, pair):
-        tensor.requires_grad_()
+    learned = map(torch.nn.Parameter, (temperature, slope, relative, column, row, pair))
+    temperature, slope, relative, column, row, pair = learned
     fixed = torch.randn({S})
 
     def score_mod(s, b, h, q, k):

@@ -42,7 +42,7 @@ def dynamo_graph(additional=(), flips=False):
         products, state = (graph.call_function(operator.getitem, (ys, i)) for i in range(2))
         ys = (flip(products), state)
         for node in [*graph.find_nodes(op="call_function", target=torch.flip), products, state, *xs]:
-            node.meta["example_value"] = torch.ones(9)
+            node.meta["example_value"] = torch.ones(9, requires_grad=True)
     graph.output(ys)
     return torch.fx.GraphModule(root, graph)
 

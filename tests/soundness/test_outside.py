@@ -54,6 +54,12 @@ def merged(out):
     return out.transpose(1, 2).reshape(B, S, -1)
 
 
+def assigned(out):
+    other = torch.zeros_like(out)
+    other[:] = out
+    return other
+
+
 #: What is done to the result of an attention before it is returned.
 RETURNED = {
     "as_it_is": lambda out: out,
@@ -65,6 +71,12 @@ RETURNED = {
     "dropped": lambda out: F.dropout(merged(out), 0.0, training=True),
     "cast": lambda out: out.float().view(B, H, S * D),
     "concatenated": lambda out: torch.cat([out]),
+    "stacked": lambda out: torch.hstack([out]),
+    "written_into_another": lambda out: torch.empty_like(out).copy_(out),
+    "assigned": lambda out: assigned(merged(out)),
+    "split": lambda out: out.tensor_split(1, 1)[0].clone(),
+    "tiled": lambda out: merged(out).tile(1, 1, 1),
+    "conjugated": lambda out: out.conj().clone(),
 }
 
 
@@ -82,6 +94,33 @@ def test_the_result_of_an_attention_whose_heads_are_beside_positions_in_memory(h
         return merged(F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=b))
 
     check(function, [randn(B, S, heads, D) for _ in range(3)] + [randn(heads, S, S)], None, "attention_pattern")
+
+
+def packed(qkv, bias):
+    q, k, v = qkv.view(B, S, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+    return biased(q, k, v, bias)
+
+
+def turned(function):
+    return lambda q, k, v, b: function(*(x.view(B, S, H, D).transpose(1, 2) for x in (q, k, v)), b)
+
+
+#: Operands that eager mode copies before the product, and which of them is written to.
+GIVEN = {
+    **{f"turned {i}": (turned(biased), i) for i in range(3)},
+    **{f"sdpa {i}": (lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, attn_mask=b), i) for i in range(2)},
+    "sdpa turned 2": (turned(lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, attn_mask=b)), 2),
+    "a copy": (lambda q, k, v, b: biased(q, k.clone(), v, b), 1),
+    "scaled": (lambda q, k, v, b: biased(q, k / 4, v, b), 1),
+    "packed": (packed, 0),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_operands_of_an_attention(name):
+    function, write = GIVEN[name]
+    operands = [randn(B, S, 3 * H * D)] if name == "packed" else [randn(B, H, S, D) for _ in range(3)]
+    check(function, [*operands, randn(H, S, S)], write, "attention_pattern")
 
 
 def cell(q, k, v, i, f, norm=False):
@@ -105,6 +144,8 @@ MLSTM = {
     "scaled_key": (lambda q, k, v, i, f: cell(q, k / 4, v, i, f), 1),
     "scaled_key_of_a_view": (lambda q, k, v, i, f: cell(q, k.flip(2).mT.mT * 2.0 / 4, v, i, f), 1),
     "scaled_key_that_is_turned": (lambda q, k, v, i, f: cell(q, k.mT.contiguous().mT / 4, v, i, f), 1),
+    "scaled_copy": (lambda q, k, v, i, f: cell(q, k.clone() / 4, v, i, f), 1),
+    "input_gate_behind_nothing": (lambda q, k, v, i, f: cell(q, k, v, torch.cat([i + torch.zeros(())]), f), 3),
     "scaled_view": (lambda q, k, v, i, f: cell(q, k.view(B, H, 1, S, D)[:, :, 0] / 4, v, i, f), 1),
 }
 

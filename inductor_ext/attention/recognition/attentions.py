@@ -71,17 +71,16 @@ class PositionsOf:
         return self.ranges.joined([B, H], [self.ranges.extents[B], self.ranges.extents[H]])
 
 
-def check_reads(lift: Lift, after: Sequence[Node]) -> None:
+def check_reads(lift: Lift, operands: Sequence[Node], after: Sequence[Node] = ()) -> None:
     """Raise NotAttention if a tensor is changed between its use and the end of the attention, or a part has no gradient.
 
-    The kernel reads every tensor where the attention ends. after: the nodes between the scores and the result.
+    The kernel reads every tensor where the attention ends. operands: those that flex_attention saves for the backward.
+    after: the nodes between the scores and the result.
     """
-    last, product = lift.last, lift.product
-    operands = [] if product is None else [product.query.node, product.key.node]
+    last = lift.last
     for node in operands:
-        # flex_attention saves them for the backward, as the product of two that need gradients does.
         if lift.writes.after(node):
-            raise NotAttention(f"its query or key is changed in place later ({line_of(node)})")
+            raise NotAttention(f"its query, key or value is changed in place later ({line_of(node)})")
     for node in (*after, last):
         if any(lift.writes.between(n, node) for n in node.all_input_nodes):
             raise NotAttention(f"an operand is changed in place before its use ({line_of(node)})")

@@ -44,7 +44,7 @@ def fused(node: Node, writes: Writes) -> Attention | None:
     of_keys = [where.ranges.divided(i, shared)[0] if i == H else i for i in where.of_batch]
     lift = Lift(where.ranges, node, writes)
     scores = (*where.of_batch, Q, K)
-    check_reads(lift, [])
+    check_reads(lift, [query, key, value])
     term = lift.whole(mask, views.broadcast(scores, shape_of(mask)))
     score: Element = Score(dtype_of(query))
     if dtype_of(mask) is torch.bool:
@@ -73,9 +73,11 @@ def fused(node: Node, writes: Writes) -> Attention | None:
 
 def _heads_that_share(shapes: Sequence[Sequence[Any]]) -> int:
     """Return how many heads of queries share one of keys and values. shapes: of query, key and value ``[*, h, s, d]``."""
-    heads = [s[-3] for s in shapes] if min(map(len, shapes)) == 4 else []
-    if not heads or not all(isinstance(n, int) for n in heads) or heads[1] != heads[2]:
-        raise NotAttention("its grouped heads (enable_gqa) have symbolic sizes, or those of keys and values differ")
+    if {len(s) for s in shapes} != {4}:
+        raise NotAttention("its grouped heads (enable_gqa) are not those of [B, H, S, D]")
+    heads = [s[-3] for s in shapes]
+    if not all(isinstance(n, int) for n in heads) or heads[1] != heads[2] or heads[0] % heads[1]:
+        raise NotAttention("the numbers of its grouped heads (enable_gqa) are symbolic, or do not divide each other")
     if not same_sizes(shapes[0][:-3], shapes[1][:-3]):
         raise NotAttention("query, key and value are broadcast against each other")
     return heads[0] // heads[1]

@@ -15,7 +15,7 @@ from torch.fx import Node
 from ...core.fx import shape_of
 from ...core.outside import Outside
 from ...core.terms import calls_torch
-from ...torch_api.sizes import size_hint
+from ...torch_api.sizes import size_hint, statically_known_true
 from . import views
 from .attentions import WIDTH, Attention, Side
 from .elements import positions_in
@@ -41,6 +41,8 @@ def keys_and_values(attention: Attention) -> KeysAndValues:
     as_they_are = KeysAndValues(attention.key, attention.value, ranges)
     sides = [_Repeated.of(side, attention) for side in (attention.key, attention.value)]
     if None in sides or sides[0].times != sides[1].times:
+        return as_they_are
+    if not statically_known_true(ranges.extents[H] % sides[0].times == 0):
         return as_they_are
     shared = ranges.of_groups(sides[0].times)
     keys = [size_hint(shared.extents[p]) for p in (B, H, K)]

@@ -118,7 +118,7 @@ def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: N
         return None
     sink = None if found.logits.sink is None else _sink(lift, found)
     between = [found.softmax, *found.between, *found.logits.inside]
-    check_reads(lift, between)
+    check_reads(lift, [lift.product.query.node, lift.product.key.node], between)
     inside = _check_inside(lift, between, node)
     value_index = views.broadcast(tuple(at[x] for x in dims.values), shape_of(value))
     query, key = _sides(lift.product)

@@ -17,16 +17,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...core.dynamo_graph import Inserter
 from ...core.fx import called, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of, value_of
-from ...core.outside import is_returned
+from ...core.outside import Outside, is_returned
 from ...core.purity import changes_in_place
 from ...core.report import STOCK, leave_to_stock, record, user_line
-from ...core.terms import op, reads_shape
+from ...core.terms import is_one, op, reads_shape
 from ...core.writes import Writes
 from ...options import Options
 from ...torch_api.config import uses_eager_random_numbers
 from ...torch_api.graph import is_wrapper, storage_of
 from ...torch_api.higher_order import flex_attention_hop, no_block_mask
-from ...torch_api.sizes import size_hint
+from ...torch_api.sizes import size_hint, statically_known_true
 from .. import kernel_dropout
 from ..calls import ForwardCall
 from ..canonical import install
@@ -189,9 +189,10 @@ def _all_blocks(outer: Inserter, mask_mod: Node, device: torch.device) -> tuple[
 def _operands(outer: Inserter, attention: Attention) -> list[Node]:
     """Return query, key and value with the dims b, h, position and channel, in the dtype of the result.
 
-    Key and value may have fewer heads than the query.
+    Key and value may have fewer heads than the query. What can be changed outside before the backward is copied, unless
+    eager mode keeps it too.
     """
-    ranges, shared = attention.lift.ranges, keys_and_values(attention)
+    ranges, shared, outside = attention.lift.ranges, keys_and_values(attention), Outside(outer.graph)
     sides = ((attention.query, Q, ranges), (shared.key, K, shared.ranges), (shared.value, K, shared.ranges))
     operands = []
     dtype = dtype_of(attention.last)
@@ -199,8 +200,23 @@ def _operands(outer: Inserter, attention: Attention) -> list[Node]:
         arranged = in_order(outer, node, index, (B, H, along, WIDTH), positions)
         if arranged is None:
             raise NotAttention(f"an operand is not laid out by batch, head, position and channel ({line_of(node)})")
+        kept = positions is ranges and outside.shares(node) and _keeps(attention, node, arranged)
+        if outside.has(node) and not kept:
+            arranged = outer.function(torch.ops.gradfuse.copied.default, arranged)
         operands.append(arranged if dtype_of(arranged) is dtype else outer.method("to", arranged, dtype))
     return operands
+
+
+def _keeps(attention: Attention, operand: Node, arranged: Node) -> bool:
+    """Return whether eager mode keeps the memory of an operand ``arranged`` [b, h, s, d] for the backward.
+
+    A product joins the dims b and h of its operands, which copies those that have no such view. The math of
+    scaled_dot_product_attention scales query and key, which copies them too.
+    """
+    if attention.lift.product is None and operand is not attention.value[0]:
+        return False
+    (batch, heads), (of_batch, of_head) = shape_of(arranged)[:2], fake_tensor(arranged).stride()[:2]
+    return is_one(batch) or is_one(heads) or statically_known_true(of_batch == of_head * heads)
 
 
 def _result(outer: Inserter, fused: Node, row: Read | None, attention: Attention) -> Node:
@@ -211,7 +227,8 @@ def _result(outer: Inserter, fused: Node, row: Read | None, attention: Attention
         result = shared(outer, result, outer.function(operator.getitem, fused, 1), attention.sink, row, lift.ranges)
     result = _as_before(outer, result, attention)
     # flex_attention saves its output for the backward, so that nothing may write to that.
-    if is_returned(last):
+    # What a sink has changed is another tensor.
+    if attention.sink is None and is_returned(last):
         return _laid_out_as(outer, result, last, lambda x: outer.function(torch.ops.gradfuse.copied.default, x))
     if lift.writes.after(last) or _layout_matters(last) or _copies_change(last, lift.writes):
         return _laid_out_as(outer, result, last, lambda x: outer.method("clone", x, memory_format=torch.contiguous_format))

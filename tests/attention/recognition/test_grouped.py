@@ -51,7 +51,7 @@ def attention(q, k, v, bias):
 
 def projected(x):
     """A new tensor, as a layer computes it."""
-    return x * 1.0
+    return x @ torch.eye(D, dtype=x.dtype, device=x.device)
 
 
 def decoder(repeat):
@@ -88,7 +88,7 @@ SPELT = {
         q, repeat_kv(projected(k)), repeat_kv(projected(v)), attn_mask=b
     ),
     "enable_gqa": lambda q, k, v, b: F.scaled_dot_product_attention(q, k, v, attn_mask=b, enable_gqa=True),
-    "enable_gqa_and_causal": lambda q, k, v, b: F.scaled_dot_product_attention(
+    "enable_gqa_and_scale": lambda q, k, v, b: F.scaled_dot_product_attention(
         q, k, v, attn_mask=b, scale=0.3, enable_gqa=True
     ),
 }
@@ -106,7 +106,7 @@ def test_one_head_for_all_is_broadcast():
 
 
 def test_symbolic_lengths():
-    function = lambda q, k, v, b: (q @ repeat_kv(k * 1.0).mT + b).softmax(-1) @ repeat_kv(v * 1.0)  # noqa: E731
+    function = lambda q, k, v, b: (q @ repeat_kv(projected(k)).mT + b).softmax(-1) @ repeat_kv(projected(v))  # noqa: E731
     inputs = tensors(length=40)
     for x, dims in zip(inputs, ((2,), (2,), (2,), (1, 2)), strict=True):
         torch._dynamo.mark_dynamic(x, dims)
@@ -178,6 +178,12 @@ def what_is_given(q, k, v, bias):
     return attention(q, repeat_kv(k), repeat_kv(v), bias)
 
 
+def what_is_given_behind_nothing(q, k, v, bias):
+    """Inductor removes all of these copies."""
+    k = torch.cat([k.clone() + torch.zeros(()), v[:, :0]], 1).repeat(1, 1, 1, 1)
+    return attention(q, repeat_kv(k.clone()), repeat_kv(F.dropout(v, 0.0, training=True) * 1.0), bias)
+
+
 def what_is_returned(q, k, v, bias):
     k, v = projected(k), projected(v)
     return attention(q, repeat_kv(k), repeat_kv(v), bias), k, v[:, :1]
@@ -227,7 +233,14 @@ def without_a_gradient(q, k, v, bias):
     return attention(q, k, v, bias)
 
 
-COPIED = [only_keys, what_is_given, what_is_returned, what_changes_later, what_a_checkpoint_changes_later]
+COPIED = [
+    only_keys,
+    what_is_given,
+    what_is_given_behind_nothing,
+    what_is_returned,
+    what_changes_later,
+    what_a_checkpoint_changes_later,
+]
 COPIED += [
     groups_of_other_sizes,
     by_a_function_of_that_name,
@@ -243,19 +256,31 @@ def test_copies_that_are_needed(function):
     assert heads_of_keys(function, tensors()) == [(HEADS, HEADS)]
 
 
-def test_what_is_given_may_change_before_the_backward():
+def behind_views(q, k, v, bias):
+    k, v = (x.clone().transpose(1, 2).transpose(1, 2) for x in (k, v))
+    return attention(q, repeat_kv(k), repeat_kv(v), bias)
+
+
+@pytest.mark.parametrize("function", [what_is_given, behind_views, SPELT["enable_gqa"]])
+def test_what_is_given_may_change_before_the_backward(function):
     """Eager mode has saved copies of the keys and values."""
     given, expected = tensors(), [x.detach().double().requires_grad_() for x in tensors()]
     torch._dynamo.reset()
     with eager_graphs():
-        compiled = torch.compile(what_is_given, backend="gradfuse", fullgraph=True)
-        for function, inputs in ((compiled, given), (what_is_given, expected)):
-            out = function(*inputs)
+        compiled = torch.compile(function, backend="gradfuse", fullgraph=True)
+        for run, inputs in ((compiled, given), (function, expected)):
+            out = run(*inputs)
             with torch.no_grad():
                 inputs[1].zero_()
                 inputs[2].zero_()
             out.sum().backward()
     assert all(relative_error(g.grad, e.grad) < 1e-5 for g, e in zip(given, expected, strict=True))
+
+
+def test_a_group_that_is_cut_off():
+    """Five heads of queries, of which two, two and one share heads of keys."""
+    function = lambda q, k, v, b: attention(q[:, :5], *(repeat_kv(projected(x), 2)[:, :5] for x in (k, v)), b[:5])  # noqa: E731
+    assert heads_of_keys(function, tensors(heads=3)) == [(5, 5)]
 
 
 def test_few_keys_are_repeated(monkeypatch):

@@ -162,3 +162,16 @@ def test_a_write_in_a_checkpoint_to_the_result():
         return out + checkpoint(body, v, use_reentrant=False)
 
     check_matches_eager(function, *tensors(), bias(), exact=True)
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_write_to_what_scaled_dot_product_attention_reads(written):
+    """Its math keeps scaled copies."""
+
+    def function(*inputs):
+        *tensors, b = (x * 1.5 for x in inputs)
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=b)
+        tensors[written].zero_()
+        return out + tensors[written].sum()
+
+    check_matches_eager(function, *tensors(), bias(), exact=True)
