@@ -197,3 +197,24 @@ def test_a_scan_from_the_end(name):
     assert "associative_scan" in graphs[0].code and "flip" not in graphs[0].code
     (want,) = gradients(lambda x: function(scanned_exactly, x), [x.double()], write)
     assert relative_error(got, want) < 1e-5
+
+
+#: Programs of which eager mode keeps what the kernels keep, or in which nothing is kept; and whether they have gradients.
+UNCOPIED = {
+    "a_product": (lambda q, k, v, b: biased(q, k, v, b) * b[..., :1], True),
+    "a_layer": (lambda q, k, v, b: merged(biased(q, k, v, b)) @ torch.eye(H * D), True),
+    "mlstm_in_inference": (lambda q, k, v, b: cell(q, k / 4, v, b.sum(-1), v.sum(-1)), False),
+    "a_scan_in_inference": (lambda q, k, v, b: scanned(q, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_nothing_is_copied(name):
+    function, learned = UNCOPIED[name]
+    inputs = [x.detach().clone().requires_grad_(learned) for x in (*[randn(B, H, S, D)] * 3, randn(B, H, S, S))]
+    torch._dynamo.reset()
+    with eager_graphs() as graphs, collect() as report:
+        torch.compile(function, backend="gradfuse", fullgraph=True)(*inputs)
+    decisions = [(d.pass_name, d.path, d.why) for d in report.decisions]
+    assert {*REPLACED_BY.items(), ("scans", "scan")} & {d[:2] for d in decisions}, decisions
+    assert graphs and not any("gradfuse.copied" in graph.code for graph in graphs)
