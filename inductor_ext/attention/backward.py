@@ -127,7 +127,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     score = inlining.score(score_graph)
     inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
     template_options.update(inlining.options() | score.options())
-    tilings = _tilings(call, template_options, captured)
+    tilings = _tilings(call, template_options, captured, tables.longest_tile)
     in_memory = one_pass and not (nothing_hidden and _one_key_tile(call, tilings))
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     form = {"DQ_IN_MEMORY": in_memory, "TMA_ADDS": in_memory and Target.of(device).tma and rows_aligned}
@@ -203,8 +203,13 @@ def _gradients(call: BackwardCall, in_memory: bool) -> tuple[Any, Any, Any]:
     return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)
 
 
-def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients) -> list[dict[str, Any]]:
-    """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune."""
+def _tilings(
+    call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients, longest: int
+) -> list[dict[str, Any]]:
+    """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune.
+
+    longest: the largest number of queries, and of keys, in a tile.
+    """
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
     _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     if len(configs) == 1:
@@ -216,7 +221,7 @@ def _tilings(call: BackwardCall, template_options: dict[str, Any], captured: Cap
             "dropout": template_options["DROPOUT"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
-    largest = common.largest_tile(call)
+    largest = common.largest_tile(call, longest)
     largest["M"] = min(largest["M"], captured.tallest_tile)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
     return list(common.tile_choices(template_options, "bwd", configs, tiles, largest))

@@ -145,10 +145,13 @@ def tile_choices(
         )
 
 
-def largest_tile(call: ForwardCall | BackwardCall) -> dict[str, int]:
-    """Return the largest useful numbers of queries ("M") and keys ("N") in a tile: short sequences fill no larger one."""
+def largest_tile(call: ForwardCall | BackwardCall, limit: int) -> dict[str, int]:
+    """Return the largest useful numbers of queries ("M") and keys ("N") in a tile: short sequences fill no larger one.
+
+    limit: the largest numbers with which the kernel is right.
+    """
     lengths = {"M": call.query.get_size()[2], "N": call.key.get_size()[2]}
-    return {axis: _rounded(length) for axis, length in lengths.items()}
+    return {axis: min(_rounded(length), limit) for axis, length in lengths.items()}
 
 
 #: Tiles of this length are in use for every head dim and dtype.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .kinds import BY_NAME, FootprintKind, TiledKind
+from .kinds import FootprintKind, TiledKind, named
 
 OPTION = "GRADFUSE_TABLES"
 
@@ -18,10 +18,10 @@ def described(kinds: dict[int, FootprintKind]) -> dict[str, str]:
 
     There is no option if no kernel reads a table by tile.
     """
-    tiled = {str(i): kind.name for i, kind in kinds.items() if isinstance(kind, TiledKind)}
+    tiled = {str(i): str(kind) for i, kind in kinds.items() if isinstance(kind, TiledKind)}
     return {OPTION: json.dumps(tiled)} if tiled else {}
 
 
 def read(kernel_options: dict[str, Any]) -> dict[int, TiledKind]:
     """Return the kinds that ``described`` has put into these options."""
-    return {int(i): BY_NAME[name] for i, name in json.loads(kernel_options.get(OPTION, "{}")).items()}
+    return {int(i): named(text) for i, text in json.loads(kernel_options.get(OPTION, "{}")).items()}

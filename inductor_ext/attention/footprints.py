@@ -3,9 +3,11 @@
 Every node of a score_mod's FX graph gets a **footprint**: whether it depends on the batch, on the head, on the score, and
 one element of this lattice (attention/kinds) for the query and key positions:
 
-                 PAIR                      both, in no simpler form that we know
+                 PAIR                          both, in no simpler form that we know
       /      /          \\        \\
-    ROW   COLUMN    DIAGONAL   ANTIDIAGONAL       query only, key only, k - q only, k + q only
+     |      |         IMAGE        \\               the distances of rows and columns of an image
+     |      |           |           |
+    ROW   COLUMN    DIAGONAL   ANTIDIAGONAL     query only, key only, k - q only, k + q only
       \\      \\          /        /
                  NONE
 
@@ -34,6 +36,7 @@ from ..core.fx import dtype_of, indices_of, name_of, value_or_none
 from ..core.integers import exact_integers
 from ..torch_api.sizes import ValueRanges, bound_sympy
 from .kinds import COLUMN, NONE, PAIR, ROW, FootprintKind, K, Q, join, recognise
+from .kinds.images import image_row
 from .reductions import factors, summed
 from .score_mod import ScoreMod
 
@@ -67,7 +70,7 @@ class Footprint:
         if self.unknown:
             return "unknown"
         axes = [name for name, used in (("batch", self.batch), ("head", self.head), ("score", self.score)) if used]
-        return "+".join([*axes, self.kind.name])
+        return "+".join([*axes, str(self.kind)])
 
 
 NOTHING = Footprint()
@@ -117,6 +120,8 @@ _CASTS = names(
 _NARROW_CASTS = names("char byte short half bfloat16")
 #: Casts that may make a bool of an integer.
 TRUTH_CASTS = names("to _to_copy convert_element_type bool type type_as")
+#: Ops that are the row of a position in an image, and its column. A position is not negative, so they agree on it.
+_DIVISIONS, _REMAINDERS = names("floordiv floor_divide"), names("mod remainder fmod")
 #: The dtypes whose sums and products are followed. Those of floats are exact within the integers that the dtype represents.
 _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
 #: The bound of a position whose length is symbolic. Positions are 32-bit integers, and the sum of two does not wrap.
@@ -198,10 +203,11 @@ def _interpret(
     }
     unknown = {symbol for x in assumed.values() for symbol in x.free_symbols} - {B, H, Q, K}
     atoms: dict[sympy.Symbol, Footprint] = dict.fromkeys(unknown, _PAIRS)
+    rows: dict[sympy.Symbol, sympy.Expr] = {}
     counter = itertools.count()
     for node in graph.nodes:
         if node not in values and node.op != "output":
-            value = _evaluate(node, values, atoms, ranges)
+            value = _evaluate(node, values, atoms, rows, ranges)
             if value.polynomial is None and _exact(node) and value.footprint.kind is not PAIR:
                 atom = sympy.Symbol(f"n{next(counter)}", integer=True)
                 atoms[atom] = value.footprint
@@ -234,7 +240,13 @@ class Ranges:
         return bool(found.lower >= least and found.upper <= greatest)
 
 
-def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, Footprint], ranges: Ranges) -> _Value:
+def _evaluate(
+    node: Node,
+    values: dict[Node, _Value],
+    atoms: dict[sympy.Symbol, Footprint],
+    rows: dict[sympy.Symbol, sympy.Expr],
+    ranges: Ranges,
+) -> _Value:
     operands = [values[n] for n in node.all_input_nodes]
     joined = functools.reduce(Footprint.join, (v.footprint for v in operands), NOTHING)
     if joined.unknown or node.op not in ("call_function", "call_method", "get_attr"):
@@ -257,8 +269,28 @@ def _evaluate(node: Node, values: dict[Node, _Value], atoms: dict[sympy.Symbol, 
         return _Value(UNKNOWN)
     polynomial = _polynomial(node, name, values, ranges)
     if polynomial is None:
+        polynomial = _place_in_image(node, name, values, rows)
+    if polynomial is None:
         return _Value(joined)
-    return _Value(_footprint(polynomial, joined, atoms), polynomial)
+    return _Value(_footprint(polynomial, joined, atoms, rows), polynomial)
+
+
+def _place_in_image(
+    node: Node, name: str, values: dict[Node, _Value], rows: dict[sympy.Symbol, sympy.Expr]
+) -> sympy.Expr | None:
+    """Return the row or column of a position in an image, None if a node is neither. A row becomes one of ``rows``."""
+    operands = [_operand(a, values) for a in node.args]
+    if name not in _DIVISIONS | _REMAINDERS or node.kwargs or len(operands) != 2 or not _exact(node):
+        return None
+    position, width = operands
+    if position not in (Q, K) or not isinstance(width, sympy.Integer):
+        return None
+    row = image_row(position, int(width))
+    if row is None:
+        return None
+    symbol = sympy.Symbol(f"{position} // {width}", integer=True)
+    rows[symbol] = row
+    return symbol if name in _DIVISIONS else position - width * symbol
 
 
 def is_pointwise(name: str, operands: int) -> bool:
@@ -334,12 +366,17 @@ def _operand(argument: Any, values: dict[Node, _Value]) -> sympy.Expr | None:
     return sympy.Integer(argument) if exact else None
 
 
-def _footprint(polynomial: sympy.Expr, joined: Footprint, atoms: dict[sympy.Symbol, Footprint]) -> Footprint:
+def _footprint(
+    polynomial: sympy.Expr,
+    joined: Footprint,
+    atoms: dict[sympy.Symbol, Footprint],
+    rows: dict[sympy.Symbol, sympy.Expr],
+) -> Footprint:
     """Return the footprint of a polynomial, which is never larger than the join of its operands' footprints."""
     polynomial = sympy.expand(polynomial)
     symbols = polynomial.free_symbols
     opaque = functools.reduce(Footprint.join, (atoms[s] for s in symbols if s in atoms), NOTHING)
-    direct = Footprint(B in symbols, H in symbols, recognise(polynomial))
+    direct = Footprint(B in symbols, H in symbols, recognise(polynomial.xreplace(rows)))
     return replace(direct.join(opaque), score=joined.score)
 
 

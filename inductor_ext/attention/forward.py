@@ -111,7 +111,8 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
         head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
         configs = [forward_config(configs[0], Target.of(device).family, features, head_dim=head_dim)]
     tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
-    for tiled in common.tile_choices(template_options, "fwd", configs, tiles, common.largest_tile(call)):
+    largest = common.largest_tile(call, tables.longest_tile)
+    for tiled in common.tile_choices(template_options, "fwd", configs, tiles, largest):
         _template.maybe_append_choice(
             choices=choices,
             input_nodes=[*inputs, *tables.buffers(), *seeds],

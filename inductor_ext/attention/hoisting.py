@@ -50,7 +50,7 @@ from .descriptor import described
 from .expressions import expression
 from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
-from .kinds import NONE, PAIR, FootprintKind
+from .kinds import NONE, FootprintKind
 from .no_mask import hides_nothing
 from .ordinary import Ordinary
 from .restarts import Restarts, separate_distances
@@ -271,7 +271,7 @@ class _Hoist:
             and footprint is not None
             and not footprint.unknown
             and not footprint.score
-            and (footprint.kind is not PAIR or self._small(footprint) or self._sums_vectors(node) or self._looks_up(node))
+            and (footprint.kind.small or self._small(footprint) or self._sums_vectors(node) or self._looks_up(node))
             and value is not None
             and value.dim() == 0
             and value.is_floating_point()
@@ -281,7 +281,7 @@ class _Hoist:
         """Return whether a term of a sum may share a table. A plain pair is not merged, because a direct read is better."""
         if not self._hoistable(node) or not self._reads_tables(node):
             return False
-        return self.footprints[node].kind is not PAIR or self._worth_hoisting(node)
+        return self.footprints[node].kind.small or self._worth_hoisting(node)
 
     def _sums_vectors(self, node: Node) -> bool:
         """Return whether a number is computed from whole rows of captured tensors. No kernel can do that for every score."""

@@ -12,7 +12,7 @@ from ..torch_api.sizes import known_at_most
 from .blocks import Block
 from .captured_grads import Contribution
 from .inlining import MOST_ENTRIES
-from .kinds import PAIR, Reduction
+from .kinds import PAIR, Reduction, TiledKind
 from .tile_tables import TileTable
 from .writers import Writers
 
@@ -65,7 +65,7 @@ class Plan:
         return TemplateContribution(
             number,
             adds,
-            self.table.kind.name if self.table else "",
+            self.table.kind if self.table else None,
             *self.axes,
             checked=self.checked,
             one_writer=self.reduction is Reduction.STORE,
@@ -134,7 +134,7 @@ class Plan:
 class TemplateContribution:
     """A contribution as the backward template sees it.
 
-    adds: the reduction whose macro adds a tile of it. kind: the kind of its table, or "" if it has no table. by_batch,
+    adds: the reduction whose macro adds a tile of it. kind: the kind of its table, or None if it has no table. by_batch,
     by_head, by_query, by_key: whether its offset depends on each of these. checked: the offset may be out of bounds.
     one_writer: it is stored and not added. partial: it is stored into a workspace. rank: the number of dims of the tensor.
     varying_rank: the number of dims up to the last whose index depends on the query or the key. distinct_queries,
@@ -148,7 +148,7 @@ class TemplateContribution:
 
     number: int
     adds: str
-    kind: str
+    kind: TiledKind | None
     by_batch: bool
     by_head: bool
     by_query: bool

@@ -28,7 +28,7 @@ from ..core.kernels import LARGEST_TILE
 from .calls import ForwardCall
 from .expressions import expression
 from .footprints import Footprint, K, Q, footprints
-from .kinds import BY_NAME, PAIR
+from .kinds import DIAGONAL, PAIR
 from .plain_blocks import call_of, can_tell_blocks, in_dtype_of, plain_blocks
 from .score_mod import ScoreMod
 
@@ -93,7 +93,7 @@ def _separable(node: Node, known: dict[Node, Footprint], assumed: dict[Node, Foo
     # Only the lookup itself: arithmetic around it may have no number at distances that no document has (a root, a quotient).
     if node.target is not operator.getitem or footprint is None or footprint.unknown or footprint.score:
         return False
-    diagonal = footprint.kind is PAIR and assumed[node].kind is BY_NAME["diagonal"] and not assumed[node].unknown
+    diagonal = footprint.kind is PAIR and assumed[node].kind is DIAGONAL and not assumed[node].unknown
     return diagonal and value is not None and value.dim() == 0 and value.is_floating_point() and bool(_lookups(node, known))
 
 

@@ -3,6 +3,7 @@
 The tile is a further input of the score_mod's subgraphs (``table_0``, ``table_1``...) and replaces their reads. The kinds:
 
     diagonal   M + N - 1 elements of a hoisted diagonal, loaded as a vector and spread over the tile
+    image      the same of a hoisted table of distances in an image, for tiles that lie in one row of it
     pair       ``t[b?, h?, q, k]``, a block of the captured tensor itself, by TMA if the GPU and the strides allow it. Or
                ``t[b?, h?, q, q - k + c]``, whose blocks have the keys in descending order (attention/blocks.py)
 
@@ -20,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from ..core.fx import dtype_of
 from ..core.integers import holds_integers
-from ..core.kernels import longest_tile
+from ..core.kernels import LARGEST_TILE, longest_tile, tiles_asked_for
 from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import Listed
 from ..torch_api.ir import is_aligned
@@ -76,6 +77,11 @@ class TileTables:
         """Return the table that a captured tensor is, or None if it is none."""
         return next((t for t in self.tables if t.owner == owner), None)
 
+    @property
+    def longest_tile(self) -> int:
+        """The largest number of queries, and of keys, in a tile."""
+        return min((table.kind.longest_tile for table in self.tables), default=LARGEST_TILE)
+
     def buffers(self) -> list[Any]:
         """Return the buffers of the tables, which are inputs of the template."""
         return [self.captured[t.owner] for t in self.tables]
@@ -100,7 +106,9 @@ def tile_tables(
         axes = [inputs.b in reads[0], inputs.h in reads[0]]
         pair = [p for p, used in zip((inputs.b, inputs.h), axes, strict=True) if used] + [inputs.q, inputs.k]
         kind = described.get(owner) or (PAIR if all(read == pair for read in reads) else None)
-        if kind is not None and kind.readable(captured[owner]):
+        asked = tiles_asked_for(kernel_options)
+        fits = kind is not None and (kind.longest_tile == LARGEST_TILE or all(n <= kind.longest_tile for n in asked))
+        if fits and kind.readable(captured[owner]):
             found.append(TileTable(len(found), owner, kind, *axes))
     # The keys of a tile are in ascending order for the other tables.
     # A tile of descending keys begins at a multiple of its length only if the last key is the last of a tile. At other

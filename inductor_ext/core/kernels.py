@@ -24,8 +24,12 @@ def next_power_of_two(n: int) -> int:
 
 def longest_tile(kernel_options: dict[str, Any]) -> int:
     """The number that every tile length divides: ``LARGEST_TILE``, or a longer tile of the user's kernel options."""
-    lengths = [n for name, n in kernel_options.items() if "BLOCK_" in name and type(n) is int]
-    return max([LARGEST_TILE, *lengths])
+    return max([LARGEST_TILE, *tiles_asked_for(kernel_options)])
+
+
+def tiles_asked_for(kernel_options: dict[str, Any]) -> list[int]:
+    """The lengths of tiles that the user's kernel options ask for."""
+    return [n for name, n in kernel_options.items() if "BLOCK_" in name and type(n) is int]
 
 
 def float32_precision(target: Target) -> str:

@@ -188,7 +188,11 @@ class Case:
                 errors.setdefault(name, []).append(pair)
         for name, pairs in errors.items():
             got, reference = (math.sqrt(sum(e[i] ** 2 for e in pairs) / seeds) for i in (0, 1))
-            allowed = max(TOLERANCE.get(self.dtype, 0.0), SLACK * reference)
+            # A gradient that is zero by theory is the rounding of sums over a row of terms of order one: few draws of noise.
+            tolerance, slack = (
+                (100 * TOLERANCE[torch.float32], 2) if name in self.zero else (TOLERANCE.get(self.dtype, 0.0), SLACK)
+            )
+            allowed = max(tolerance, slack * reference)
             assert got <= allowed, (name, got, allowed)
 
     def _errors(
@@ -207,10 +211,5 @@ class Case:
             dtype = leaves[name].dtype if name in leaves else self.dtype
             got = torch.zeros(want.shape, dtype=dtype) if got is None else got
             assert got.dtype == dtype, (name, got.dtype)
-            if name in self.zero:
-                # This gradient is zero by theory; the rest is the rounding of sums over a row of terms of order one.
-                allowed = max(100 * TOLERANCE[torch.float32], 2 * float(reference.abs().max()))
-                assert got.abs().max() < allowed, (name, got.abs().max(), allowed)
-            else:
-                errors[name] = relative_error(got, want), relative_error(reference, want)
+            errors[name] = relative_error(got, want), relative_error(reference, want)
         return errors

@@ -181,6 +181,23 @@ BIASES = [
         lambda t: lambda s, b, h, q, k: s + t["t"][k // 30, h, q // 20, 1],
     ),
     Case(
+        "places_of_an_image",
+        {"t": (H, 5, 127)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 64 - q // 64 + 2, q % 64 - k % 64 + 63],
+        lambda t: lambda s, b, h, q, k: s + t["t"][h, k // 64 - q // 64 + 2, q % 64 - k % 64 + 63],
+        length=150,
+        kv_length=130,
+    ),
+    Case(
+        "places_of_an_image_without_heads",
+        {"t": (3 * 300,)},
+        lambda t: lambda s, b, h, q, k: s + t["t"][(q // 128 - k // 128 + 1) * 300 + (q - q // 128 * 128) - k % 128 + 128],
+        lambda t: lambda s, b, h, q, k: s + t["t"][(q // 128 - k // 128 + 1) * 300 + q % 128 - k % 128 + 128],
+        mask=lambda b, h, q, k: (q >= k) | (q // 64 == k // 64 + 1),
+        batch=1,
+        length=200,
+    ),
+    Case(
         "rows_and_columns_of_an_image",
         {"y": (2, H, S, 5), "x": (2, H, S, 16)},
         lambda t: lambda s, b, h, q, k: s + t["y"][b, h, q, k // 16] + t["x"][b, h, q, k % 16],

@@ -102,13 +102,13 @@ def check(case, device, **how):
     return paths(report)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_on_a_cpu(name):
     assert "columns" in check(CASES[name], "cpu")
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name, device):
@@ -138,11 +138,13 @@ def compared(lengths, dtype=torch.float32, **how):
     return max(errors), paths(report)
 
 
+@pytest.mark.breadth(0)
 def test_lengths_that_change():
     error, found = compared((97, 64, 33))
     assert error < 1e-5 and found == ["columns"] * 2
 
 
+@pytest.mark.breadth(0)
 def test_a_width_that_changes_keeps_its_table():
     error, found = compared((97, 64), dynamic=True)
     assert error < 1e-5 and set(found) == {"table"}
@@ -166,6 +168,7 @@ def test_a_scale_of_the_user(scale):
     assert paths(report) == ["columns" if scale == -0.5 else "table"]
 
 
+@pytest.mark.breadth(0)
 def test_float64():
     """The columns have the precision of the query: 1e-3 is no power of two."""
     error, found = compared((20,), torch.float64)
@@ -228,7 +231,7 @@ KEPT = {
 }
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_keeps_its_table(name):
     found = check(KEPT[name], "cpu")

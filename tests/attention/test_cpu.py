@@ -68,6 +68,7 @@ def test_masked_blocks_are_not_computed(small_blocks):
     assert all(g[:, :, :seen].abs().sum() > 0 and g[:, :, seen:].abs().sum() == 0 for g in grads[1:])
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("lengths", [(48, 80), (300, 256, 248, 300)], ids=["in one block", "whole blocks"])
 def test_queries_and_keys_whose_lengths_become_symbolic(lengths):
     """The number of blocks comes from the number of queries, which is in no shape of the loop itself."""
@@ -88,6 +89,7 @@ def test_queries_and_keys_whose_lengths_become_symbolic(lengths):
             assert (x - y).norm() < 1e-5 * y.norm()
 
 
+@pytest.mark.breadth(0)
 def test_operands_that_inductor_lays_out_otherwise():
     """The gradient of a convolution has other strides in Inductor than AOTAutograd traced (SAM's neck)."""
     q, k, v = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))

@@ -72,14 +72,14 @@ def compare(device, p, queries, keys, *, bias=None, kv_heads=H, mask=None, deter
         assert (x - y).norm() <= 1e-5 * max(y.norm(), grad.norm())
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients(device, one_pass):
     compare(device, 0.3, 40, 53, kv_heads=1, bwd_ONE_PASS=one_pass)
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 97), (97, 1), (150, 131)])
 def test_lengths(device, queries, keys):
@@ -158,6 +158,7 @@ def test_seeds_are_reproducible_and_differ_from_step_to_step():
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
 
 
+@pytest.mark.breadth(0)
 def test_two_attentions_of_one_graph_draw_other_masks():
     one = attention()
     q, t = inputs()
@@ -180,6 +181,7 @@ def test_dropout_without_gradients():
     assert (out - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("fallback_random", [False, True])
 def test_a_checkpoint_recomputes_the_same_mask(fallback_random):
     """With another mask in the backward, the gradient would not be the derivative of what the forward computes."""
@@ -199,6 +201,7 @@ def test_a_checkpoint_recomputes_the_same_mask(fallback_random):
     assert abs((loss(1e-6) - loss(-1e-6)) / 2e-6 - derivative) < 1e-6 * abs(derivative)
 
 
+@pytest.mark.breadth(0)
 def test_symbolic_lengths():
     q, t = inputs()
     compiled = torch.compile(attention(), backend="gradfuse", fullgraph=True, dynamic=True)
@@ -272,6 +275,7 @@ def test_dropout_is_not_lost_where_the_backward_is_left_to_stock(monkeypatch):
         torch.compile(attention(), backend="gradfuse", fullgraph=True)(q, t).sum().backward()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("fused", [False, True])
 def test_dropout_of_attention_that_is_spelt_out(fused, monkeypatch):
     """T5 trains with dropout. The kept probabilities are those of one seed, in the forward and in the backward."""

@@ -45,7 +45,7 @@ def buckets_of(position):
     return lambda t: lambda s, b, h, q, k: s + t[h, bucket(position[k] - position[q])]
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(
     "position",
@@ -63,6 +63,7 @@ def test_buckets(position, one_pass):
     compare(buckets_of(position), draw(HEADS, 8), mask=mask, bwd_ONE_PASS=one_pass)
 
 
+@pytest.mark.breadth(0)
 def test_a_position_for_each_batch_element():
     position = torch.stack([PACKED, torch.arange(LENGTH)])
     compare(
@@ -70,6 +71,7 @@ def test_a_position_for_each_batch_element():
     )
 
 
+@pytest.mark.breadth(0)
 def test_distances_that_no_document_has_are_out_of_range():
     """The table has the distances of one document only, and nothing hides the others from the diagonals."""
 
@@ -82,6 +84,7 @@ def test_distances_that_no_document_has_are_out_of_range():
     compare(score_mod, draw(HEADS, 2 * REACH - 1), mask=None)
 
 
+@pytest.mark.breadth(0)
 def test_a_shift_that_does_not_cancel():
     """``position[k] - q`` is not ``k - q`` where the two positions have the same shift."""
 
@@ -91,15 +94,18 @@ def test_a_shift_that_does_not_cancel():
     compare(score_mod, draw(HEADS, 8), mask=None)
 
 
+@pytest.mark.breadth(0)
 def test_other_positions_of_keys_than_of_queries():
     ahead = PACKED + 3
     compare(lambda t: lambda s, b, h, q, k: s + t[h, bucket(ahead[k] - PACKED[q])], draw(HEADS, 8))
 
 
+@pytest.mark.breadth(1)
 def test_grouped_heads_and_a_causal_mask():
     compare(buckets_of(PACKED), draw(HEADS, 8), mask=lambda b, h, q, k: (q >= k) & same_document(b, h, q, k), kv_heads=1)
 
 
+@pytest.mark.breadth(0)
 def test_a_block_mask_that_shows_what_its_mask_mod_hides():
     number, index = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).repeat(1, 1, 2, 1)
     lists = number * 0, index * 0, number, index
@@ -111,6 +117,7 @@ def test_a_block_mask_that_shows_what_its_mask_mod_hides():
 LONG = torch.arange(300) % 130
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -122,6 +129,7 @@ def test_tiles_that_are_longer_than_a_block(tiles):
     compare(buckets_of(LONG), draw(HEADS, 8), mask=None, length=300, **dict.fromkeys(tiles, 256))
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("tile", [64, 256])
 def test_a_condition_of_blocks_of_the_user(tile):
     of_blocks = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0]]).bool()
@@ -132,6 +140,7 @@ def test_a_condition_of_blocks_of_the_user(tile):
     compare(score_mod, draw(HEADS, 300, 300), mask=None, length=300, BLOCK_M=tile, BLOCK_N=tile)
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "factor", [lambda d: (REACH - d.abs()).float().sqrt(), lambda d: 1 / (REACH - d)], ids=["root", "quotient"]
 )
@@ -144,6 +153,7 @@ def test_arithmetic_that_has_no_number_at_distances_of_no_document(factor):
     compare(score_mod, draw(HEADS, 8))
 
 
+@pytest.mark.breadth(0)
 def test_a_mask_with_a_number_in_a_tensor():
     """One int8 times a number in an int64 tensor is int64, a grid of int8 times the number is int8."""
     narrow, hundred = DOCUMENT.to(torch.int8), torch.tensor(100)
@@ -155,10 +165,12 @@ def test_a_mask_with_a_number_in_a_tensor():
     compare(buckets_of(PACKED), draw(HEADS, 8), mask=wide, block_mask=block_mask)
 
 
+@pytest.mark.breadth(0)
 def test_deterministic():
     compare(buckets_of(PACKED), draw(HEADS, 8), compiler={"deterministic": True})
 
 
+@pytest.mark.breadth(0)
 def test_symbolic_sizes():
     # Torch marks the tensors of such a graph, so that their lengths are symbols in later graphs too.
     documents = DOCUMENT.clone()
@@ -166,6 +178,7 @@ def test_symbolic_sizes():
     compare(buckets_of(PACKED.clone()), draw(HEADS, 8), mask=mask, dynamic=True)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("mask", "separated"),
     [
@@ -208,6 +221,7 @@ def test_a_mask_that_reads_rows_is_left(monkeypatch):
     assert not asked
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("index", "separated"),
     [

@@ -118,6 +118,7 @@ def test_what_stays_in_the_kernel(name):
     assert not hoisted(decisions) and not any(d.path == "bins" for d in decisions)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "module, name, number", [(hoisting, "LARGEST_TABLE", B * H * 32 * 32 - 1), (row_lookups, "FEWEST_SLICES", B * H + 1)]
 )

@@ -7,7 +7,7 @@ import torch
 
 from inductor_ext.attention.recognition import grouped, rewrite
 from inductor_ext.core.report import collect
-from tests.attention.case import relative_error
+from tests.attention.case import SLACK, relative_error
 
 pytest.importorskip("transformers", reason="pip install -e '.[models]'")
 from .zoo import MODELS, encoder_and_decoder, t5
@@ -45,7 +45,7 @@ def test_gradients(name, device):
     case = MODELS[name]
     model = case.build().train().to(device)
     inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in case.inputs().items()}
-    exact = copy.deepcopy(model).double()
+    exact, eager = copy.deepcopy(model).double(), step(copy.deepcopy(model), inputs)
     with collect() as report:
         got = step(torch.compile(model, backend="gradfuse"), inputs)
     found = [d.path for d in report.decisions if d.pass_name == "attention_pattern"]
@@ -54,11 +54,14 @@ def test_gradients(name, device):
     want = step(exact, widened(inputs))
     got = {name.removeprefix("_orig_mod."): x for name, x in got.items()}
     assert got.keys() == want.keys()
+    # A parameter whose gradient is zero in exact arithmetic (a key's bias, which softmax cancels) has rounding errors only.
+    some = {parameter: x for parameter, x in want.items() if x is not None and x.norm() > 1e-9}
+    # The gradients of Swin V2's network of positions cancel: eager mode's own error is up to 1.6e-5 for some.
+    allowed = max(1e-5, SLACK * max(relative_error(eager[parameter], x) for parameter, x in some.items()))
     for parameter, x in want.items():
         assert (x is None) == (got[parameter] is None), parameter
-        # A parameter whose gradient is zero in exact arithmetic (a key's bias, which softmax cancels) has rounding errors.
-        if x is not None and x.norm() > 1e-9:
-            assert relative_error(got[parameter], x) < 1e-5, parameter
+        error = relative_error(got[parameter], x) if parameter in some else 0.0
+        assert error < allowed, (parameter, error, allowed)
 
 
 @pytest.mark.breadth(0)

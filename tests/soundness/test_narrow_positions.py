@@ -56,6 +56,7 @@ BOOLS = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("kernels", [pytest.param(False, id="cpp"), pytest.param(True, id="triton")])
 @pytest.mark.parametrize("name", BOOLS)
 def test_a_position_as_a_bool(name, kernels):
@@ -131,6 +132,7 @@ def test_a_lookup_may_be_out_of_range_where_only_the_list_of_blocks_hides():
     compare(clamped, (HEADS, 127), 128, mask=make, visible=visible)
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("option", ["fwd_BLOCK_N", "bwd_BLOCK_N2", "bwd_BLOCK_M1"])
 def test_tiles_of_a_user_that_are_longer_than_ours(option):
     """384 is a multiple of 128, our longest tile, and not of 256."""

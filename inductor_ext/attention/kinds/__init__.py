@@ -10,12 +10,13 @@ import sympy
 
 from .base import FootprintKind, K, Q, Reduction, TiledKind
 from .diagonals import Antidiagonal, Diagonal
+from .images import Image, images_of
 from .pair import Pair
 from .positions import Column, Row, Scalar
 
 __all__ = [
-    "BY_NAME",
     "COLUMN",
+    "DIAGONAL",
     "KINDS",
     "NONE",
     "PAIR",
@@ -26,22 +27,28 @@ __all__ = [
     "Reduction",
     "TiledKind",
     "join",
+    "named",
     "recognise",
 ]
 
-NONE, ROW, COLUMN, PAIR = Scalar(), Row(), Column(), Pair()
-#: The kinds in the order in which they are tried on an expression. ``pair`` holds for every expression.
-KINDS: tuple[FootprintKind, ...] = (NONE, ROW, COLUMN, Diagonal(), Antidiagonal(), PAIR)
-BY_NAME = {kind.name: kind for kind in KINDS}
+NONE, ROW, COLUMN, DIAGONAL, PAIR = Scalar(), Row(), Column(), Diagonal(), Pair()
+#: The kinds in the order in which they are tried on an expression; those of images come before the last. ``pair`` holds for
+#: every expression.
+KINDS: tuple[FootprintKind, ...] = (NONE, ROW, COLUMN, DIAGONAL, Antidiagonal(), PAIR)
 
 
-def recognise(polynomial: sympy.Expr) -> FootprintKind:
-    """Return the kind of an exact integer expression in ``Q``, ``K`` and other symbols."""
-    return next(kind for kind in KINDS if kind.holds(polynomial))
+def recognise(expression: sympy.Expr) -> FootprintKind:
+    """Return the kind of an exact integer expression in ``Q``, ``K``, their rows in images, and other symbols."""
+    *kinds, pair = KINDS
+    return next(kind for kind in (*kinds, *images_of(expression), pair) if kind.holds(expression))
+
+
+def named(text: str) -> FootprintKind:
+    """Return the kind whose ``str`` is this text."""
+    return next((kind for kind in KINDS if str(kind) == text), None) or Image.named(text)
 
 
 def join(first: FootprintKind, second: FootprintKind) -> FootprintKind:
-    """Return the least kind that holds for every expression for which one of the two kinds holds."""
-    if second in (first, NONE):
-        return first
-    return second if first is NONE else PAIR
+    """Return the least kind that covers both."""
+    above = (first, second, *first.above(), *second.above(), PAIR)
+    return next(kind for kind in above if kind.covers(first) and kind.covers(second))

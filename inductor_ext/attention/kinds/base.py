@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...core.dynamo_graph import Inserter
+from ...core.kernels import LARGEST_TILE
 from ...torch_api.ir import full
 
 #: The query and key positions in the expressions of an analysis.
@@ -24,18 +25,28 @@ class FootprintKind:
     comparable. Ordinary ops make a table of a kind outside the kernel. It has one element for each value that an expression
     of the kind can have, and is read inside the kernel at ``index(q, k)``.
 
-    name: the name in reports and in the descriptor that hoisting passes to the lowering. reads: the text for reports that
-    says how many values of a table a kernel reads. expensive: whether a table costs more than cheap arithmetic on values
-    that a kernel reads anyway.
+    name: the name of its macros. Kinds with one name differ in ``str``, the name in reports and in the descriptor that
+    hoisting passes to the lowering. reads: the text for reports that says how many values of a table a kernel reads.
+    expensive: whether a table costs more than cheap arithmetic on values that a kernel reads anyway. small: whether a table
+    is small, whatever the lengths are.
     """
 
     name: ClassVar[str]
     reads: ClassVar[str]
     expensive: ClassVar[bool] = False
+    small: bool = True
 
     def holds(self, polynomial: sympy.Expr) -> bool:
         """Return whether an exact integer expression in ``Q``, ``K`` and other symbols has this form."""
         raise NotImplementedError
+
+    def covers(self, other: FootprintKind) -> bool:
+        """Return whether every expression of the other kind is of this kind too."""
+        return other is self or other.name == "none"
+
+    def above(self) -> Sequence[FootprintKind]:
+        """Return the kinds that cover this one, the least first, without ``pair``."""
+        return ()
 
     def alike(self, q: Any, k: Any) -> Any:
         """Return a number that is equal for two pairs (q, k) only if every expression of this kind is.
@@ -84,12 +95,13 @@ class TiledKind(FootprintKind):
     """A kind for which a kernel reads whole tiles of a table, and adds whole tiles to its gradient.
 
     Its macros are in ``templates/attention/kinds``. as_vector: whether a tile reads one vector of the table, which is then
-    spread over the tile, instead of one element for each element of the tile. In all methods, ``lengths`` are the numbers of
-    queries and keys.
+    spread over the tile, instead of one element for each element of the tile. longest_tile: the largest number of queries,
+    and of keys, in a tile. In all methods, ``lengths`` are the numbers of queries and keys.
     """
 
     expensive = True
     as_vector: ClassVar[bool] = False
+    longest_tile: int = LARGEST_TILE
 
     def readable(self, tensor: Any) -> bool:
         """Return whether the kernel can read this table (an IR node) by tile. If not, it reads single elements."""

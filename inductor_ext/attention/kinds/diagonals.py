@@ -46,18 +46,22 @@ def _round_up(n: int) -> int:
     return (n + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-class _Diagonal(TiledKind):
-    """The base of both kinds. A table has one element for each of Q + K - 1 distances."""
+class VectorKind(TiledKind):
+    """The base of the kinds of which a tile of M queries and N keys needs M + N - 1 neighbouring elements."""
 
     as_vector = True
 
-    def axes(self) -> list[str]:
-        """There is one element for each distance."""
-        return ["Q + K - 1"]
+    def elements(self, queries: Any, keys: Any) -> Any:
+        """Return the number of elements of a table for these lengths, which are ints or Inductor's expressions."""
+        raise NotImplementedError
 
-    def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
-        """There is one element for each distance."""
-        return [arithmetic(outer, operator.sub, arithmetic(outer, operator.add, queries, keys), 1)]
+    def strip_columns(self, queries: int, keys: int) -> int:
+        """Return the length of a strip's rows."""
+        raise NotImplementedError
+
+    def fold(self, strip: Any, queries: Any, keys: Any) -> Any:
+        """Sum a strip [slices, STRIP_ROWS, columns] to tables [slices, elements]."""
+        raise NotImplementedError
 
     def reduction(self, tma: bool, lengths: tuple[Any, Any]) -> Reduction:
         """TMA adds whole tiles to a strip if its shape is known; otherwise each tile is summed along its diagonals."""
@@ -67,22 +71,15 @@ class _Diagonal(TiledKind):
     def buffer(self, reduction: Reduction, size: Sequence[Any], lengths: tuple[Any, Any], device: torch.device) -> Any:
         """The buffer is a strip [slices, STRIP_ROWS, columns], or the table itself."""
         if reduction is Reduction.STRIP:
-            size = [sympy.prod(size[:-1]), STRIP_ROWS, strip_shape(*lengths)[1]]
+            size = [sympy.prod(size[:-1]), STRIP_ROWS, self.strip_columns(*lengths)]
         return full(size, 0, torch.float32, device)
 
     def folded(self, buffer: Any, reduction: Reduction, size: Sequence[Any], lengths: tuple[Any, Any]) -> Any:
         """A strip is summed along its diagonals."""
-        return lowerings[aten.reshape](self._fold(buffer, *lengths), size) if reduction is Reduction.STRIP else buffer
-
-    def _fold(self, strip: Any, queries: Any, keys: Any) -> Any:
-        """Sum a strip to [slices, Q + K - 1].
-
-        Rows are read with a stride that is larger or smaller by one, so that each starts one column later or earlier.
-        """
-        raise NotImplementedError
+        return lowerings[aten.reshape](self.fold(buffer, *lengths), size) if reduction is Reduction.STRIP else buffer
 
     def workspace(self, extents: Sequence[Any], device: torch.device, tilings: Sequence[dict[str, Any]]) -> Any:
-        """The workspace has the shape [parts, B, H, query tiles, Q + K - 1].
+        """The workspace has the shape [parts, B, H, query tiles, elements of a table].
 
         A tile is summed along its diagonals in parts of one tile of keys each. The same part of the next tile then has none
         of the same distances, so every element has one writer.
@@ -91,11 +88,35 @@ class _Diagonal(TiledKind):
         shortest = min(t["BLOCK_M2"] for t in tilings)
         tiles = FloorDiv(queries + shortest - 1, shortest)
         parts = max(1 + -(-t["BLOCK_M2"] // t["BLOCK_N2"]) for t in tilings)
-        return full([parts, batch, heads, tiles, queries + keys - 1], 0, torch.float32, device)
+        return full([parts, batch, heads, tiles, self.elements(queries, keys)], 0, torch.float32, device)
 
     def total(self, workspace: Any, axes: Sequence[bool]) -> Any:
-        """Sum over parts and tiles, and over batch and heads if the table does not have them, to [b?, h?, Q + K - 1]."""
+        """Sum over parts and tiles, and over batch and heads if the table does not have them, to [b?, h?, elements]."""
         return lowerings[aten.sum](workspace, axis=[0, *(axis + 1 for axis in (0, 1) if not axes[axis]), 3])
+
+
+class _Diagonal(VectorKind):
+    """The base of both kinds here. A table has one element for each of Q + K - 1 distances.
+
+    To fold a strip, its rows are read with a stride that is larger or smaller by one, so that each starts one column later
+    or earlier.
+    """
+
+    def axes(self) -> list[str]:
+        """There is one element for each distance."""
+        return ["Q + K - 1"]
+
+    def shape(self, outer: Inserter, queries: Any, keys: Any) -> list[Any]:
+        """There is one element for each distance."""
+        return [arithmetic(outer, operator.sub, arithmetic(outer, operator.add, queries, keys), 1)]
+
+    def elements(self, queries: Any, keys: Any) -> Any:
+        """There is one element for each distance."""
+        return queries + keys - 1
+
+    def strip_columns(self, queries: int, keys: int) -> int:
+        """Return the length of a strip's rows."""
+        return strip_shape(queries, keys)[1]
 
 
 def _skewed_sum(flat: Any, slices: Any, rows: Any, width: Any) -> Any:
@@ -130,9 +151,10 @@ class Diagonal(_Diagonal):
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
         """Return the distance."""
-        return (_with_meta(inner.call_function(operator.sub, (k, q)), k),)
+        return (with_meta(inner.call_function(operator.sub, (k, q)), k),)
 
-    def _fold(self, strip: Any, queries: Any, keys: Any) -> Any:
+    def fold(self, strip: Any, queries: Any, keys: Any) -> Any:
+        """Sum a strip along its diagonals."""
         slices, rows, width = strip.get_size()
         offset = strip_shape(queries, keys)[0]
         flat = lowerings[aten.reshape](strip, [slices, rows * width])
@@ -166,15 +188,17 @@ class Antidiagonal(_Diagonal):
 
     def index(self, inner: Graph, q: Node, k: Node) -> tuple[Node, ...]:
         """Return the sum of both positions."""
-        return (_with_meta(inner.call_function(operator.add, (k, q)), k),)
+        return (with_meta(inner.call_function(operator.add, (k, q)), k),)
 
-    def _fold(self, strip: Any, queries: Any, keys: Any) -> Any:
+    def fold(self, strip: Any, queries: Any, keys: Any) -> Any:
+        """Sum a strip along its diagonals."""
         slices, rows, width = strip.get_size()
         flat = lowerings[aten.reshape](strip, [slices, rows * width])
         sums = _skewed_sum(lowerings[aten.slice](flat, 1, 0, rows * (width - 1)), slices, rows, width - 1)
         return lowerings[aten.slice](sums, 1, rows, rows + queries + keys - 1)
 
 
-def _with_meta(node: Node, like: Node) -> Node:
+def with_meta(node: Node, like: Node) -> Node:
+    """Give a node of positions the meta of another one."""
     node.meta = dict(like.meta)
     return node

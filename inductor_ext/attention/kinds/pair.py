@@ -13,7 +13,7 @@ from ...core.subgraphs import expression
 from ...core.target import TMA_ALIGNMENT, Target
 from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
-from .base import Reduction, TiledKind
+from .base import FootprintKind, Reduction, TiledKind
 
 #: Rows of this many fp32 elements are aligned.
 _UNIT = TMA_ALIGNMENT // 4
@@ -32,8 +32,13 @@ class Pair(TiledKind):
 
     name = "pair"
     reads = "one value for each pair"
+    small = False
 
     def holds(self, polynomial: sympy.Expr) -> bool:
+        """Return True, because every expression is of this kind."""
+        return True
+
+    def covers(self, other: FootprintKind) -> bool:
         """Return True, because every expression is of this kind."""
         return True
 

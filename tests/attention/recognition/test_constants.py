@@ -88,6 +88,7 @@ def test_a_divisor_below_zero():
     )
 
 
+@pytest.mark.breadth(0)
 def test_a_divisor_of_zero_bounds_nothing():
     """The divisor is 0, so the bias is infinite or nan, and eager mode gives nan."""
     function = lambda q, k, v, b: (q @ k.mT + b / torch.tensor(0.0)).softmax(-1) @ v  # noqa: E731

@@ -122,6 +122,7 @@ def test_a_sink():
     assert heads_of_keys(function, [*tensors(), torch.randn(HEADS, requires_grad=True)]) == [(GROUPS, GROUPS)]
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_a_kernel(device):
     """A sliding window, a sink, and a bias for each head of queries."""

@@ -202,6 +202,7 @@ def test_the_blocks_that_are_left(name, lengths, low):
         assert lists == [[row.nonzero().flatten().tolist() for row in x[0]] for x in blocks]
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_a_kernel(device, monkeypatch):
     """Blocks have the length that tiles divide."""

@@ -1,0 +1,94 @@
+"""Biases of the distance of two places of an image, row by row: read and reduced like diagonals, one for each pair of rows."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from inductor_ext.attention import hoisting
+from inductor_ext.core.report import collect
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
+
+from .cases import BIASES
+
+CASES = [c for c in BIASES if c.name.startswith("places_of_an_image")]
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def no_tables_of_pairs(monkeypatch):
+    """These lengths stand for long ones."""
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
+
+
+def kernels(report):
+    return " ".join(d.why for d in report.decisions if d.pass_name == "flex_attention_backward")
+
+
+@pytest.mark.breadth(1)
+@INTERPRETED
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("tma", [True, False])
+@each_case
+def test_matches_float64(case, tma, one_pass):
+    with triton_on_cpu(tma=tma), collect() as report:
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
+    assert ("tiles added to a strip" if tma else "summed along the diagonals of a tile") in kernels(report)
+
+
+@pytest.mark.breadth(0)
+@INTERPRETED
+@each_case
+def test_deterministic_matches_float64(case):
+    with triton_on_cpu(), collect() as report:
+        case.check("cpu", options={"deterministic": True})
+    assert "partial sums in a fixed order" in kernels(report)
+
+
+@INTERPRETED
+@pytest.mark.breadth(0)
+def test_tiles_that_are_longer_than_a_row():
+    """If the user asks for such tiles, elements are read and added one by one."""
+    with triton_on_cpu(tma=True), collect() as report:
+        CASES[0].check("cpu", kernel_options={"BLOCK_M": 128, "BLOCK_N": 128})
+    assert "one fp32 add for each score" in kernels(report)
+
+
+@pytest.mark.breadth(0)
+@INTERPRETED
+@each_case
+def test_dynamic_lengths(case):
+    with triton_on_cpu(tma=True), collect() as report:
+        case.check("cpu", dynamic=True)
+    assert "summed along the diagonals of a tile" in kernels(report)
+
+
+def path_of(score_mod):
+    """The footprints of the tables that are made of a score_mod of 4096 places, and no others."""
+    x = torch.randn(1, 2, 256, 16, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, t: flex_attention(x, x, x, score_mod=score_mod(t)), backend="gradfuse", fullgraph=True
+    )
+    with collect() as report:
+        compiled(x, torch.randn(2, 16, 512, requires_grad=True))
+    return [d.why for d in report.decisions if d.pass_name == "hoisting"]
+
+
+def test_what_becomes_a_table():
+    place = lambda t: lambda s, b, h, q, k: s + t[h, q // 64 - k // 64 + 8, q % 64 - k % 64 + 63]  # noqa: E731
+    (why,) = path_of(place)
+    assert "has the footprint head+image 64; its table is [H, 127 * (rows of queries + rows of keys - 1)]" in why
+    diagonal = lambda t: lambda s, b, h, q, k: s + t[h, q // 64 - k // 64 + 8, q - k + 255]  # noqa: E731
+    assert "head+image 64" in path_of(diagonal)[0]
+
+
+@pytest.mark.parametrize("index", ["q // 64 - k // 64", "q % 64 - k % 64", "q // 96 - k // 96", "q // 64 + k // 64"])
+def test_what_does_not(index):
+    """Values of rows only, or of columns only, have better reductions; tiles of 64 do not lie in rows of 96."""
+    score_mod = {
+        "q // 64 - k // 64": lambda t: lambda s, b, h, q, k: s + t[h, 0, q // 64 - k // 64 + 8],
+        "q % 64 - k % 64": lambda t: lambda s, b, h, q, k: s + t[h, 0, q % 64 - k % 64 + 63],
+        "q // 96 - k // 96": lambda t: lambda s, b, h, q, k: s + t[h, q // 96 - k // 96 + 3, q % 96 - k % 96 + 95],
+        "q // 64 + k // 64": lambda t: lambda s, b, h, q, k: s + t[h, q // 64 + k // 64, q % 64 - k % 64 + 63],
+    }[index]
+    assert path_of(score_mod) == []
