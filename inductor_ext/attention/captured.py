@@ -143,6 +143,12 @@ class CapturedGradients:
         return any(plan.reduction is Reduction.STRIP for plan in self.plans)
 
     @property
+    def has_strips_of_short_rows(self) -> bool:
+        """Whether tiles are added to a strip of an image whose rows are shorter than the longest tile."""
+        strips = [plan for plan in self.plans if plan.reduction is Reduction.STRIP and plan.table is not None]
+        return any(plan.table.kind.longest_tile < LARGEST_TILE for plan in strips)
+
+    @property
     def sums_along_keys(self) -> bool:
         """Whether some contribution is one value for each query, which query programs sum in registers."""
         return any(plan.reduction is Reduction.SUM and plan.axes[2] for plan in self.plans)

@@ -13,7 +13,7 @@ from .integers import Integers
 from .program import Program
 
 DTYPES = ("float32", "float32", "float32", "float32", "bfloat16", "bfloat16", "float64")
-_LENGTHS = (1, 2, 7, 16, 31, 33, 48, 65)
+_LENGTHS = (1, 2, 7, 16, 31, 33, 48, 65, 130)
 
 
 class _ScoreMod(Integers):
@@ -54,10 +54,33 @@ class _ScoreMod(Integers):
 
     # ------------------------------------------------ floats
 
+    def place_in_image(self) -> str:
+        """A value for the distance of the rows of two places of an image, and for that of their columns, or nearly so."""
+        rng = self.rng
+        w = rng.choice([64, 64, 64, 128, 48])
+        rows = max(self.queries, self.keys) // w + 1
+        dy, dx = rng.choice(
+            [
+                (f"q // {w} - k // {w} + {rows}", f"q % {w} - k % {w} + {w - 1}"),
+                (f"k // {w} - q // {w}", f"(k - k // {w} * {w}) - q % {w}"),
+                (f"(k // {w} - q // {w}).abs()", f"(k % {w} - q % {w}).abs()"),
+                (f"q // {w} - k // {w} + {rows}", f"(q - k) % {2 * w - 1}"),
+                (f"q // {w} + k // {w}", f"q % {w} - k % {w}"),
+            ]
+        )
+        return rng.choice(
+            [
+                f"{self.table(self.heads, 2 * rows + 1, 2 * w)}[h, {dy}, {dx}]",
+                f"{self.table(2 * rows + 1, 2 * w, self.heads)}[{dy}, {dx}, h]",
+                f"{self.table(8 * (rows + 1) * w)}[({dy}) * {2 * w} + {dx}]",
+                f"{self.table(2 * rows + 1)}[{dy}] * {self.table(2 * w)}[{dx}]",
+            ]
+        )
+
     def read(self) -> str:
         """A value of a learned table."""
         rng = self.rng
-        kind = rng.randrange(24)
+        kind = rng.randrange(26)
         q, k, b, h = self.queries, self.keys, self.batch, self.heads
         if kind == 0:
             return self.table()
@@ -102,6 +125,8 @@ class _ScoreMod(Integers):
             n = rng.choice([4, 6])
             x, y = self.integer(2), self.integer(2)
             return f"{self.table(h, n, n)}[h, {self.index(x, n)}, {self.index(y, n)}]"
+        if kind >= 24:
+            return self.place_in_image()
         if kind == 13:
             n = 31
             spd = self.integer_table(30, b, q, k)
