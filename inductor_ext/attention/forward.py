@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..core.kernels import LARGEST_TILE
 from ..core.report import STOCK, leave_to_stock, record, user_line
 from ..core.target import Target
 from ..core.templates import load
@@ -104,6 +105,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             "chained reads": score_graphs.has_chained_reads(score_graph) and not score.conditional,
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
+            "images": tables.longest_tile < LARGEST_TILE,
             "dropout": template_options["DROPOUT"],
             "fp32": dtype is torch.float32,
         }
