@@ -144,7 +144,8 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
     index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "few tiles": none is
-    longer than four. "images": a tile lies in a row of an image that has fewer than 128 columns. "dropout": probabilities are dropped. "fp32": the dtype.
+    longer than four. "images": a tile lies in a row of an image that is shorter than the longest tile. "dropout":
+    probabilities are dropped. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 
