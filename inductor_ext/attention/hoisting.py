@@ -1,9 +1,9 @@
 """Compute expressions of a score_mod that depend on less than a (query, key) pair once, outside the kernel.
 
 This pass works on Dynamo's graph, before autograd. It takes subexpressions that do not depend on the score and whose
-footprint (footprints.py) is a row, a column, a diagonal, a small pair or none. Each becomes an fp32 table that ordinary
-torch ops compute, and the score_mod reads the table at a canonical index. Autograd derives the rest: the backward of T5's
-bucket lookup scatters Q + K values for each head, not Q * K.
+footprint (footprints.py) is a row, a column, a diagonal, an image, a small pair or none. Each becomes an fp32 table that
+ordinary torch ops compute, and the score_mod reads the table at a canonical index. Autograd derives the rest: the backward
+of T5's bucket lookup scatters Q + K values for each head, not Q * K.
 
     footprint     table                     read as
     none          [B?, H?]                  t[b, h]
@@ -11,6 +11,7 @@ bucket lookup scatters Q + K values for each head, not Q * K.
     column        [B?, H?, K]               t[b, h, k]
     diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances are at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
+    image W       one element for each distance of rows and of columns (kinds/images.py)
     pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, or larger ones of lookups in rows)
 
 The pass applies these rules, in this order:
@@ -50,7 +51,7 @@ from .descriptor import described
 from .expressions import expression
 from .footprints import Footprint, footprints, inexact_integers, join_all, names
 from .functional import impurity
-from .kinds import NONE, FootprintKind
+from .kinds import NONE
 from .no_mask import hides_nothing
 from .ordinary import Ordinary
 from .restarts import Restarts, separate_distances
@@ -227,12 +228,13 @@ class _Hoist:
             if root not in self.footprints or self._hoistable(root):
                 continue
             terms = self._terms(root)
-            groups: dict[FootprintKind, list[tuple[int, Node]]] = {}
+            # Parts of an image are pairs by themselves, and may be its kind together.
+            groups: dict[str, list[tuple[int, Node]]] = {}
             for sign, n in terms:
                 if isinstance(n, Node) and self._mergeable(n):
-                    groups.setdefault(self.footprints[n].kind, []).append((sign, n))
-            if NONE in groups and len(groups) > 1:
-                none = groups.pop(NONE)
+                    groups.setdefault(str(self.footprints[n].kind), []).append((sign, n))
+            if str(NONE) in groups and len(groups) > 1:
+                none = groups.pop(str(NONE))
                 groups[next(iter(groups))] += none
             merged = [group for group in groups.values() if len(group) > 1]
             if not merged:
@@ -304,8 +306,10 @@ class _Hoist:
             return False
         if not self.footprints[node].kind.expensive or self._sums_vectors(node):
             return True
-        # What depends on less is hoisted by itself.
-        wide = [n for n in cone(node) if self.footprints[n].kind is self.footprints[node].kind]
+        # What depends on less is hoisted by itself, but not as a table of pairs.
+        kind = self.footprints[node].kind
+        known = {n: self.footprints[n] for n in cone(node)}
+        wide = [n for n, x in known.items() if x.kind is kind or (not x.kind.small and self._small(x))]
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 
     def _plain_read(self, node: Node) -> bool:

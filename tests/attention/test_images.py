@@ -64,7 +64,7 @@ def test_dynamic_lengths(case):
 
 
 def path_of(score_mod):
-    """The footprints of the tables that are made of a score_mod of 4096 places, and no others."""
+    """What is reported of the tables that are made of a score_mod of 256 places."""
     x = torch.randn(1, 2, 256, 16, requires_grad=True)
     compiled = torch.compile(
         lambda x, t: flex_attention(x, x, x, score_mod=score_mod(t)), backend="gradfuse", fullgraph=True
@@ -80,6 +80,20 @@ def test_what_becomes_a_table():
     assert "has the footprint head+image 64; its table is [H, 127 * (rows of queries + rows of keys - 1)]" in why
     diagonal = lambda t: lambda s, b, h, q, k: s + t[h, q // 64 - k // 64 + 8, q - k + 255]  # noqa: E731
     assert "head+image 64" in path_of(diagonal)[0]
+
+
+def test_tables_of_one_distance_are_small_enough_to_share_one(monkeypatch):
+    """Each is a table of pairs by itself. Their sum is the kind of the image."""
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 2**22)
+    rows = lambda t, h, q, k: t[h, 0, q // 64 - k // 64 + 8]  # noqa: E731
+    columns = lambda t, h, q, k: t[h, 1, q % 64 - k % 64 + 63]  # noqa: E731
+    for score_mod in (
+        lambda t: lambda s, b, h, q, k: s + (rows(t, h, q, k) + columns(t, h, q, k)),
+        lambda t: lambda s, b, h, q, k: s + rows(t, h, q, k) + columns(t, h, q, k),
+    ):
+        torch._dynamo.reset()
+        (why,) = path_of(score_mod)
+        assert "head+image 64" in why
 
 
 @pytest.mark.parametrize("index", ["q // 64 - k // 64", "q % 64 - k % 64", "q // 96 - k // 96", "q // 64 + k // 64"])
