@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import inductor_ext  # noqa: F401  (registers the backend)
 
 from .flex import ScoreMod, t5_bucket
-from .runner import Case, gradfuse, run_suite, stock
+from .runner import Case, gradfuse, kernels, run_suite, stock
 
 #: Floats that the reference holds at once for each of its tensors of scores.
 CHUNK = 2**27
@@ -172,7 +172,7 @@ def reference(bias: Bias, others: list[Tensor]) -> Callable[..., list[Tensor]]:
         *inputs, grad = arguments
         exact = [x.detach().double() for x in inputs]
         grads = [torch.zeros_like(x) for x in exact]
-        out = torch.empty_like(grad, dtype=torch.float64)
+        out = torch.empty(bias.shape, device=grad.device, dtype=torch.float64)
         slices = torch.arange(batch * heads, device=grad.device)
         for chosen in slices.split(at_once):
             b, h = (x[:, None, None] for x in (chosen // heads, chosen % heads))
@@ -222,8 +222,8 @@ def make_case(name: str) -> Case:
     inputs += [torch.randn(shape, **options) * 0.5 for shape in bias.learned]
     parameters = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": "bfloat16", **bound(bias, visible)}
     peers = {"stock": stock, "sdpa-mask": as_mask(bias, others), "gradfuse": gradfuse}
-    function = attention(bias, others)
-    return Case(name, parameters, [x.requires_grad_() for x in inputs], function, reference(bias, others), peers)
+    inputs = [x.requires_grad_() for x in inputs]
+    return Case(name, parameters, inputs, attention(bias, others), reference(bias, others), peers, kernels=True)
 
 
 def profile(name: str, **options: Any) -> dict[str, Any]:
@@ -239,14 +239,8 @@ def profile(name: str, **options: Any) -> dict[str, Any]:
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        for _ in range(5):
-            step()
-        torch.cuda.synchronize()
-    events = sorted(profiled.key_averages(), key=lambda e: -e.device_time_total)
-    kernels = {e.key[:90]: [e.count // 5, round(e.device_time_total / 5, 1)] for e in events if e.device_time_total}
-    return {"case": name, "options": options, "kernels": kernels}
+    found = {name[:90]: [count, round(1e3 * milliseconds, 1)] for name, (count, milliseconds) in kernels(step).items()}
+    return {"case": name, "options": options, "kernels": found}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.models                           # every model; writes results/models.json
 python -m benchmarks.models --model t5_base_512 --peer stock --peer gradfuse
+python -m benchmarks.models --model swin_b --profile  # the kernels of a step, one line for each; nothing written
 python -m benchmarks.models --model swin_b --smoke    # a reduced model on any device, one step, nothing written
 
 A step is forward, loss and backward, under autocast, or with parameters in bf16 for models of experts. The time is the
@@ -34,7 +35,7 @@ import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.report import collect
 from inductor_ext.core.table import progress
 
-from .runner import RESULTS, environment
+from .runner import RESULTS, _kernel_time, environment, kernels
 
 BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
 
@@ -166,7 +167,7 @@ def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: bool)
 
 
 def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
-    """Milliseconds of a step, its peak memory, and what gradfuse decided. Waits for a line of input before it times."""
+    """Return what gradfuse decided, and what the next line of input asks for: "time" or "profile", after the first step."""
     case, device = MODELS[name], "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = case.build(**(case.smaller if smoke else {})).train().to(device, case.dtype)
@@ -187,8 +188,11 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         print("ready", flush=True)
-        if input() == "time":
+        measures = input()
+        if measures == "time":
             row |= _times(lambda: _step(run, inputs, device, autocast))
+        elif measures == "profile":
+            row["kernels"] = kernels(lambda: _step(run, inputs, device, autocast), runs=3)
     return row
 
 
@@ -201,7 +205,8 @@ def _times(step: Callable[[], None]) -> dict[str, float]:
     before = torch.cuda.memory_allocated()
     step()
     torch.cuda.synchronize()
-    return {"step_ms": milliseconds, "step_peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return {"step_ms": milliseconds, "step_kernels_ms": _kernel_time(step), "step_peak_mb": peak}
 
 
 def _work(name: str, peer: str, smoke: bool) -> None:
@@ -222,7 +227,7 @@ def _start(name: str, peer: str, smoke: bool, caches: str) -> subprocess.Popen[s
 
 
 def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[str, Any]:
-    """Return the row of a worker that has printed its first line. measures: "time", or "" for the first step only.
+    """Return the row of a worker that has printed its first line. measures: as in ``measure``, or "" for no more than that.
 
     A worker that failed has printed its row at once.
     """
@@ -260,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be given several times")
     parser.add_argument("--peer", action="append", choices=BACKENDS, help="may be given several times")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step, and write nothing")
     parser.add_argument("--smoke", action="store_true", help="one step of a reduced model, and write nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -269,7 +275,12 @@ def main() -> None:
         _work(*chosen[0], given.smoke)
         return
     with tempfile.TemporaryDirectory() as caches:
-        if given.smoke:
+        if given.profile:
+            for row in _rows(chosen, "profile", caches):
+                print(row["model"], row["peer"], row.get("refused", ""))
+                for kernel, (count, milliseconds) in row.get("kernels", {}).items():
+                    print(f"{count:5} {milliseconds:8.3f} {kernel[:150]}", flush=True)
+        elif given.smoke:
             for name, peer in chosen:
                 print(_start(name, peer, True, caches).communicate()[0].strip().splitlines()[-1], flush=True)
         else:

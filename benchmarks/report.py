@@ -124,9 +124,12 @@ def models_table() -> str:
     result = load("models")
     rows = pd.DataFrame(result["rows"])
     rows["model"] = rows.model + ", batch " + rows.batch.astype(str)
-    wide = by_peer(rows, "model", ["step_ms", "step_peak_mb"])
+    rows["step"] = rows.step_ms.map("{:.1f}".format)
+    if "step_kernels_ms" in rows:
+        rows["step"] += rows.step_kernels_ms.map(" ({:.1f})".format, na_action="ignore").fillna("")
+    wide = by_peer(rows, "model", ["step_ms", "step_peak_mb", "step"])
     ratio = (wide.step_ms.stock / wide.step_ms.gradfuse).map("{:.2f}×".format)
-    step = wide.step_ms.map("{:.1f}".format)
+    step = wide.step
     peak = (wide.step_peak_mb / 1024).map("{:.1f}".format)
     ours = rows[rows.peer == "gradfuse"].set_index("model")
     rows["first"] = [_first_step(row) for row in rows.to_dict("records")]

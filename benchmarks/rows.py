@@ -26,7 +26,7 @@ def measured(result: dict[str, Any]) -> pd.DataFrame:
     for direction in (d for d in ("forward", "backward") if f"{d}_ms" in rows):
         rows[direction] = rows[f"{direction}_ms"].map("{:.2f}".format).where(rows.refused.isna(), "refused")
         if f"{direction}_kernels_ms" in rows:
-            rows[direction] += rows[f"{direction}_kernels_ms"].map(" ({:.2f})".format)
+            rows[direction] += rows[f"{direction}_kernels_ms"].map(" ({:.2f})".format, na_action="ignore").fillna("")
     if "error" in rows:
         rows["worst"] = rows.error.map(lambda errors: f"{max(errors):.1e}", na_action="ignore")
     return rows

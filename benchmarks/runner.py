@@ -130,8 +130,8 @@ def _times(
     return result
 
 
-def _kernel_time(function: Callable[[], Any], runs: int = 10) -> float:
-    """Milliseconds that the GPU is busy in one call, the mean of ``runs``, by the profiler."""
+def kernels(function: Callable[[], Any], runs: int = 10) -> dict[str, tuple[int, float]]:
+    """How often each kernel runs in one call, and its milliseconds there by the profiler. The longest is first."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -139,8 +139,14 @@ def _kernel_time(function: Callable[[], Any], runs: int = 10) -> float:
         for _ in range(runs):
             function()
         torch.cuda.synchronize()
-    on_gpu = (e for e in profiled.key_averages() if e.device_type.name == "CUDA")
-    return sum(e.device_time_total for e in on_gpu) / runs / 1000
+    on_gpu = [e for e in profiled.key_averages() if e.device_type.name == "CUDA" and e.device_time_total]
+    on_gpu.sort(key=lambda e: -e.device_time_total)
+    return {e.key: (e.count // runs, e.device_time_total / runs / 1000) for e in on_gpu}
+
+
+def _kernel_time(function: Callable[[], Any]) -> float:
+    """Milliseconds that the GPU is busy in one call. (`before_after` finds it by this name in older trees, too.)"""
+    return sum(milliseconds for _, milliseconds in kernels(function).values())
 
 
 def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, out: Path | None = None) -> None:
