@@ -229,6 +229,10 @@ class Ranges:
         if dtype is not None:
             self._ranges[symbol] = ValueRanges(*exact_integers(dtype))
 
+    def below(self, symbol: sympy.Symbol, number: int) -> bool:
+        """Return whether every value of a position is below a number."""
+        return bool(self._ranges[symbol].upper < number)
+
     def fits(self, polynomial: sympy.Expr, dtype: torch.dtype | None) -> bool:
         """Return whether a dtype represents every value of a polynomial. A Python integer (None) always does."""
         if dtype is None:
@@ -262,21 +266,21 @@ def _evaluate(
     if name in _CONSTANT:
         return _Value(NOTHING if not any(isinstance(a, Node) for a in node.args[1:]) else joined)
     if summed(node) is not None:
-        # Anything but an inner product would need memory for a vector for every pair.
-        return _Value(joined if joined.kind is not PAIR or factors(node) is not None else UNKNOWN)
+        # Where a table has an element for each pair, anything but an inner product would need memory for as many vectors.
+        return _Value(joined if joined.kind.small or factors(node) is not None else UNKNOWN)
     tensors = len(node.args) if all(isinstance(a, Node) for a in node.args) else 0
     if not is_pointwise(name, tensors) and name not in _CASTS:
         return _Value(UNKNOWN)
     polynomial = _polynomial(node, name, values, ranges)
     if polynomial is None:
-        polynomial = _place_in_image(node, name, values, rows)
+        polynomial = _place_in_image(node, name, values, rows, ranges)
     if polynomial is None:
         return _Value(joined)
     return _Value(_footprint(polynomial, joined, atoms, rows), polynomial)
 
 
 def _place_in_image(
-    node: Node, name: str, values: dict[Node, _Value], rows: dict[sympy.Symbol, sympy.Expr]
+    node: Node, name: str, values: dict[Node, _Value], rows: dict[sympy.Symbol, sympy.Expr], ranges: Ranges
 ) -> sympy.Expr | None:
     """Return the row or column of a position in an image, None if a node is neither. A row becomes one of ``rows``."""
     operands = [_operand(a, values) for a in node.args]
@@ -285,6 +289,8 @@ def _place_in_image(
     position, width = operands
     if position not in (Q, K) or not isinstance(width, sympy.Integer):
         return None
+    if all(ranges.below(x, int(width)) for x in (Q, K)):
+        return sympy.Integer(0) if name in _DIVISIONS else position
     row = image_row(position, int(width))
     if row is None:
         return None

@@ -21,13 +21,14 @@ from torch.fx import GraphModule, Node
 
 from ..core.fx import dtype_of
 from ..core.integers import holds_integers
-from ..core.kernels import LARGEST_TILE, longest_tile, tiles_asked_for
+from ..core.kernels import longest_tile, tiles_asked_for
 from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import Listed
 from ..torch_api.ir import is_aligned
 from . import descriptor
 from .blocks import Block, block
 from .kinds import PAIR, TiledKind
+from .kinds.base import ANY_LENGTH
 from .score_mod import ScoreMod
 
 aten = torch.ops.aten
@@ -80,7 +81,7 @@ class TileTables:
     @property
     def longest_tile(self) -> int:
         """The largest number of queries, and of keys, in a tile."""
-        return min((table.kind.longest_tile for table in self.tables), default=LARGEST_TILE)
+        return min((table.kind.longest_tile for table in self.tables), default=ANY_LENGTH)
 
     def buffers(self) -> list[Any]:
         """Return the buffers of the tables, which are inputs of the template."""
@@ -106,8 +107,7 @@ def tile_tables(
         axes = [inputs.b in reads[0], inputs.h in reads[0]]
         pair = [p for p, used in zip((inputs.b, inputs.h), axes, strict=True) if used] + [inputs.q, inputs.k]
         kind = described.get(owner) or (PAIR if all(read == pair for read in reads) else None)
-        asked = tiles_asked_for(kernel_options)
-        fits = kind is not None and (kind.longest_tile == LARGEST_TILE or all(n <= kind.longest_tile for n in asked))
+        fits = kind is not None and all(n <= kind.longest_tile for n in tiles_asked_for(kernel_options))
         if fits and kind.readable(captured[owner]):
             found.append(TileTable(len(found), owner, kind, *axes))
     # The keys of a tile are in ascending order for the other tables.

@@ -128,6 +128,33 @@ def test_spelling(body, expected):
     assert str(footprints(module.graph, random_score_mods.EXTENTS)[out]) == expected
 
 
+#: The same for places in images (IMAGE_EXTENTS).
+IMAGE_SPELLINGS = [
+    ("q // 64 - k // 64 + (q % 64 - k % 64) * 3", "image 64"),
+    ("torch.remainder(q, 64) - torch.fmod(k, 64) + (k // 64 - q // 64) * 127", "image 64"),
+    ("(k // 64 - q // 64).abs() + (k % 64 - q % 64)", "image 64"),
+    ("(q - q // 64 * 64) - k % 64 + k.floor_divide(64) - q // 64", "image 64"),
+    ("q // 64 - k // 64 + (q - k).abs()", "image 64"),
+    ("q // 128 - k // 128 + q % 64 - k % 64", "pair"),
+    ("q // 64 - k // 64 + (q % 64 + k % 64)", "pair"),
+    ("(k // 64 - q // 64) // 64 * 2 + q % 64 - k % 64", "image 64"),
+    ("(q - k) // 64 + q % 64 - k % 64", "image 64"),
+    ("(q + k) // 64 + q % 64 - k % 64", "pair"),
+    ("(q + 1) // 64 - (k + 1) // 64 + q % 64 - k % 64", "pair"),
+    ("q.float() % 64 - k.float() % 64 + (q // 64 - k // 64)", "pair"),
+    ("q // 512 - k // 512 + (q % 512 - k % 512)", "diagonal"),
+    ("q // 384 - k // 384 + (q % 384 - k % 384)", "image 384"),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), IMAGE_SPELLINGS, ids=[body for body, _ in IMAGE_SPELLINGS])
+def test_spelling_of_a_place_in_an_image(body, expected):
+    module, _, tables = analysed(body)
+    Evaluate(module).run(torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in "bhqk"), *tables)
+    (out,) = module.graph.find_nodes(op="output")[0].args
+    assert str(footprints(module.graph, random_score_mods.IMAGE_EXTENTS)[out]) == expected
+
+
 def varies(values, kind):
     """Whether ``values`` [B, H, Q, K] are more than this kind of function of the positions (for each batch and head)."""
     queries, keys = (torch.arange(n) for n in values.shape[2:])
@@ -142,13 +169,23 @@ def varies(values, kind):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(random_score_mods.score_mods)
 def test_no_node_depends_on_more_than_its_footprint_says(body):
+    check_footprints(body, random_score_mods.EXTENTS)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(random_score_mods.image_integers)
+def test_no_place_in_an_image_depends_on_more_than_its_footprint_says(body):
+    check_footprints(body, random_score_mods.IMAGE_EXTENTS)
+
+
+def check_footprints(body, extents):
     module, score, tables = analysed(body)
-    Evaluate(module).run(score, *random_score_mods.grid(), *tables)
-    for node, footprint in footprints(module.graph, random_score_mods.EXTENTS).items():
+    Evaluate(module).run(score, *random_score_mods.grid(extents), *tables)
+    for node, footprint in footprints(module.graph, extents).items():
         value = node.meta.get("grid")
         if footprint.score or footprint.unknown or not isinstance(value, torch.Tensor) or node.name in ("t", "u", "w"):
             continue
-        values = value.expand(random_score_mods.EXTENTS).double()
+        values = value.expand(extents).double()
         assert footprint.batch or torch.equal(values, values[:1].expand_as(values)), (node, footprint)
         assert footprint.head or torch.equal(values, values[:, :1].expand_as(values)), (node, footprint)
         assert not varies(values, footprint.kind), (node, footprint)

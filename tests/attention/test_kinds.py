@@ -68,6 +68,7 @@ def test_the_two_distances_of_an_image():
     assert join(rows, wider) is join(IMAGE, wider) is PAIR
     assert recognise(KEY_ROW - QUERY_ROW + image_row(K, 128) - image_row(Q, 128)) is PAIR
     assert recognise(KEY_ROW - Q) is recognise(KEY_ROW + QUERY_ROW) is recognise(KEY_ROW * QUERY_ROW) is PAIR
+    assert recognise(K - 64 * KEY_ROW + Q - 64 * QUERY_ROW) is PAIR
     assert image_row(K, 96) is image_row(K, 0) is image_row(K, -64) is None
 
 
@@ -85,6 +86,7 @@ def test_a_table_holds_each_value_where_it_is_read(kind):
     q, k = kind.coordinates(build, placeholders, QUERIES, KEYS)
     outer.output([q, k])
     at = [0 if x is None else x for x in Interpreter(GraphModule({}, outer)).run(None, *axes)]
+    assert all(((x >= 0) & (x < n)).all() for x, n in zip(map(torch.as_tensor, at), (QUERIES, KEYS), strict=True))
     table = torch.as_tensor(kind.alike(*at)).expand(lengths)
 
     inner = Graph()

@@ -12,6 +12,9 @@ EXTENTS = (2, 2, 6, 7)
 #: Shapes of the captured tensors.
 TABLES = {"c": (), "t": (5,), "u": (2, 6), "w": (4, 3)}
 
+#: The same, for images with several rows of 128 places.
+IMAGE_EXTENTS = (1, 2, 330, 391)
+
 _small = st.integers(1, 4).map(str)
 _positions = st.sampled_from(["b", "h", "q", "k"])
 
@@ -32,6 +35,29 @@ def _integer_ops(inner):
 
 
 integers = st.recursive(_positions, _integer_ops, max_leaves=4)
+
+
+def _image_ops(inner):
+    pair, width = st.tuples(inner, inner), st.sampled_from(["32", "64", "96", "128", "192"])
+    return st.one_of(
+        st.tuples(inner, width).map("({0[0]} // {0[1]})".format),
+        st.tuples(inner, width).map("({0[0]} % {0[1]})".format),
+        st.tuples(inner, width).map("torch.remainder({0[0]}, {0[1]})".format),
+        st.tuples(inner, width).map("({0[0]} - {0[0]} // {0[1]} * {0[1]})".format),
+        st.tuples(inner, width).map("({0[0]} + {0[1]})".format),
+        pair.map("({0[0]} + {0[1]})".format),
+        pair.map("({0[0]} - {0[1]})".format),
+        pair.map("({0[0]} * {0[1]})".format),
+        inner.map("({}).abs()".format),
+        inner.map("({}).long()".format),
+        inner.map("({}).float()".format),
+    )
+
+
+#: Sums and products of the rows and the columns of positions in images. Most differences are of two places of one image.
+_place = st.tuples(st.sampled_from(["{0} // {1}", "{0} % {1}", "({0} - {0} // {1} * {1})"]), st.sampled_from(["64", "128"]))
+_distances = _place.map(lambda drawn: f"({drawn[0].format('k', drawn[1])} - {drawn[0].format('q', drawn[1])})")
+image_integers = st.recursive(st.one_of(_positions, _distances, _distances), _image_ops, max_leaves=4)
 
 _reads = st.one_of(
     st.just("c"),
@@ -70,7 +96,7 @@ def tables(dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in TABLES.values()]
 
 
-def grid():
+def grid(extents=EXTENTS):
     """The index tensors b, h, q, k, ready to broadcast."""
     shapes = [[-1 if axis == d else 1 for d in range(4)] for axis in range(4)]
-    return [torch.arange(n, dtype=torch.int32).reshape(s) for n, s in zip(EXTENTS, shapes, strict=True)]
+    return [torch.arange(n, dtype=torch.int32).reshape(s) for n, s in zip(extents, shapes, strict=True)]

@@ -11,9 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.kernels import LARGEST_TILE
 from ...torch_api.ir import full
 
+#: The longest tile of a kind that has no limit.
+ANY_LENGTH = 2**31
 #: The query and key positions in the expressions of an analysis.
 Q, K = sympy.symbols("q k", integer=True)
 
@@ -96,12 +97,13 @@ class TiledKind(FootprintKind):
 
     Its macros are in ``templates/attention/kinds``. as_vector: whether a tile reads one vector of the table, which is then
     spread over the tile, instead of one element for each element of the tile. longest_tile: the largest number of queries,
-    and of keys, in a tile. In all methods, ``lengths`` are the numbers of queries and keys.
+    and of keys, in a tile, also if the user asks for longer ones. In all methods, ``lengths`` are the numbers of queries and
+    keys.
     """
 
     expensive = True
     as_vector: ClassVar[bool] = False
-    longest_tile: int = LARGEST_TILE
+    longest_tile: int = ANY_LENGTH
 
     def readable(self, tensor: Any) -> bool:
         """Return whether the kernel can read this table (an IR node) by tile. If not, it reads single elements."""

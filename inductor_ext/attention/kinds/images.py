@@ -23,7 +23,6 @@ import torch
 from torch.fx import Graph, Node
 
 from ...core.dynamo_graph import Inserter
-from ...core.kernels import LARGEST_TILE
 from ...torch_api.lowering import lowerings
 from ...torch_api.sizes import FloorDiv
 from .base import FootprintKind, K, Q, arithmetic
@@ -76,6 +75,10 @@ class _Part(Pair):
         """Return whether it is this kind, or a constant."""
         return FootprintKind.covers(self, other)
 
+    def alike(self, q: Any, k: Any) -> Any:
+        """Return this distance."""
+        return k // self.width - q // self.width if self.distance == _DY else k % self.width - q % self.width
+
     def above(self) -> Sequence[FootprintKind]:
         """The kind of both distances covers this one."""
         return (Image.of(self.width),)
@@ -94,7 +97,8 @@ class Image(VectorKind):
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.longest_tile = LARGEST_TILE if width % LARGEST_TILE == 0 else STRIP_ROWS
+        # A power of two, so that no tile of this length or a shorter one crosses the end of a row.
+        self.longest_tile = width & -width
 
     @staticmethod
     @functools.cache

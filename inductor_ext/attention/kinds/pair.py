@@ -15,8 +15,8 @@ from ...torch_api.ir import is_aligned
 from ...torch_api.lowering import V
 from .base import FootprintKind, Reduction, TiledKind
 
-#: Rows of this many fp32 elements are aligned.
-_UNIT = TMA_ALIGNMENT // 4
+#: Rows of this many elements are aligned, also in half precision.
+_UNIT = TMA_ALIGNMENT // 2
 
 
 def _padded(keys: Any) -> Any:
