@@ -12,13 +12,14 @@ of T5's bucket lookup scatters Q + K values for each head, not Q * K.
     diagonal      [B?, H?, Q + K - 1]       t[b, h, k - q]    (negative distances are at the end)
     antidiagonal  [B?, H?, Q + K - 1]       t[b, h, k + q]
     image W       one element for each distance of rows and of columns (kinds/images.py)
-    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small ones, or larger ones of lookups in rows)
+    pair          [B?, H?, Q, K]            t[b, h, q, k]     (small, or of lookups in rows and of relative shifts)
 
 The pass applies these rules, in this order:
     lookups at the difference of captured positions are separated from those at ``k - q`` (restarts.py);
     a learned term of the result that does not depend on the key is dropped if nobody asks for the logsumexp, because
     softmax cancels it;
     inner products that are added to the score become columns of the query and the key (columns.py);
+    relative shifts that TMA cannot read become tables of pairs (shifts.py);
     terms of a sum that have one footprint and do not depend on the score are merged into one table;
     other expressions are hoisted if they read a captured tensor at an index that is not a plain position.
 A diagonal that is computed by cheap arithmetic from values for each row or column (``slope[h] * (q - k)``) stays in the
@@ -57,6 +58,7 @@ from .ordinary import Ordinary
 from .restarts import Restarts, separate_distances
 from .row_lookups import LARGEST_TABLE, row_lookups
 from .score_mod import ScoreMod
+from .shifts import relative_shifts
 from .tables import Tables
 
 NAME = "hoisting"
@@ -113,11 +115,13 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordin
         masked,
         hypothetical=restarts.lookups,
         row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
+        shifts=relative_shifts(graph, known, extents),
     )
     hoist = _Hoist(graph, known, list(captured), tables, ordinary, [("distances", text) for text in restarts.done])
     with gm.graph.inserting_before(node):
         anchors = hoist.drop_invariant() if _only_output(node) else []
         query, key = hoist.append_columns(Columns(call, tables, known))
+        hoist.shifts()
         hoist.merge_sums()
         hoist.hoist_rest()
         if not hoist.done:
@@ -221,6 +225,13 @@ class _Hoist:
         self.done += [("columns", f"{expression(terms[i][1])} is computed by the product of query and key") for i in found]
         self.graph.eliminate_dead_code()
         return query, key
+
+    def shifts(self) -> None:
+        """Turn relative shifts that TMA cannot read into matrices, which are then plain pairs."""
+        for node in self.tables.shifts:
+            with self.graph.inserting_before(node):
+                node.replace_all_uses_with(self._read([(1, node)]))
+        self.graph.eliminate_dead_code()
 
     def merge_sums(self) -> None:
         """Merge the terms of every sum that have one footprint and do not depend on the score into one table."""

@@ -3,7 +3,7 @@
 In a kernel such a lookup is a load for every score, and its gradient an atomic addition. Outside, it is a ``torch.gather``
 by an index that is the same for all batch elements and heads, whose gradient needs no atomics (gathers/bin_sums.py). The
 table that results has a number for each score, so this pays as long as that fits into memory easily. Where f is a sum of
-positions, as in a relative shift, each element has one reader, and the kernel stores its gradient without atomics.
+positions, as in a relative shift, each element has one reader, and nothing is added (shifts.py).
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ LARGEST_TABLE = 2**26
 
 
 def row_lookups(graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> dict[Node, bool]:
-    """Return the lookups in rows among the nodes of a score_mod's graph, and whether the key chooses the row.
+    """Return the lookups in rows that are gathers in a score_mod's graph, and whether the key chooses the row.
 
     extents: the numbers of values of b, h, q and k.
     """
     if not all(isinstance(n, int) for n in extents) or extents[0] * extents[1] < FEWEST_SLICES:
         return {}
-    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem]
-    found = {node: _by_key(node, graph, footprints, extents) for node in nodes}
-    lookups = {node: by_key for node, by_key in found.items() if by_key is not None}
+    lookups = lookups_in_rows(graph, footprints, extents)
     sums = polynomials(graph, extents) if lookups else {}
     return {node: by_key for node, by_key in lookups.items() if indices_of(node)[-1] not in sums}
+
+
+def lookups_in_rows(graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[int]) -> dict[Node, bool]:
+    """Return the lookups in rows at any index of positions, and whether the key chooses the row."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.getitem]
+    found = {node: _by_key(node, graph, footprints, extents) for node in nodes}
+    return {node: by_key for node, by_key in found.items() if by_key is not None}
 
 
 def _by_key(node: Node, graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> bool | None:

@@ -24,6 +24,7 @@ from .kinds import FootprintKind
 from .kinds.base import arithmetic
 from .reductions import depends_on_position, factors, summed
 from .score_mod import ScoreMod
+from .shifts import Shift, shifted
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Tables:
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
     range, so lookups must not assert.
     hypothetical: reads whose value counts under a condition only, so that their index may be out of range elsewhere.
-    row_lookups: see row_lookups.py. operands: the tables, which the score_mod captures in addition to ``captured``. kinds:
-    the kinds of these tables.
+    row_lookups, shifts: see row_lookups.py and shifts.py. operands: the tables, which the score_mod captures in addition to
+    ``captured``. kinds: the kinds of these tables.
     """
 
     outer: Inserter
@@ -48,6 +49,7 @@ class Tables:
     masked: bool
     hypothetical: set[Node] = field(default_factory=set)
     row_lookups: dict[Node, bool] = field(default_factory=dict)
+    shifts: dict[Node, Shift] = field(default_factory=dict)
     operands: list[Node] = field(default_factory=list)
     kinds: dict[Node, FootprintKind] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -81,8 +83,12 @@ class Tables:
     # ------------------------------------------------ outside: the table
 
     def _table(self, group: list[tuple[int, Node]], footprint: Footprint) -> tuple[Node, str]:
-        grid = self._grid(footprint)
+        grid, dtype = self._grid(footprint), self._dtype()
         total: Any = None
+        if group[0][1] in self.shifts:
+            # Each element has one reader, so its gradient need not be added in fp32.
+            ((_, node),) = group
+            total, dtype, group = self._shifted(node, grid), fake_tensor(node).dtype, []
         for sign, node in group:
             value = self._outside(node, grid, {})
             if total is None:
@@ -90,7 +96,7 @@ class Tables:
             else:
                 total = self.outer.function(operator.add if sign > 0 else operator.sub, total, value)
         table = self.outer.function(torch.broadcast_to, total, grid[-1])
-        table = self.outer.method("to", table, self._dtype())
+        table = self.outer.method("to", table, dtype)
         table = self.outer.method("contiguous", table)
         with self.inner.inserting_after(placeholders(self.inner)[-1]):
             placeholder = self.inner.placeholder(f"table_{len(self.operands)}")
@@ -99,15 +105,15 @@ class Tables:
         self.captured[placeholder] = table
         self.kinds[table] = footprint.kind
         self.operands.append(table)
-        return placeholder, self._describe(footprint, grid[-1])
+        return placeholder, self._describe(footprint, grid[-1], dtype)
 
-    def _describe(self, footprint: Footprint, shape: tuple[Any, ...]) -> str:
+    def _describe(self, footprint: Footprint, shape: tuple[Any, ...], dtype: torch.dtype) -> str:
         """Describe the axes of a table, and its size in bytes if the lengths are known."""
         names = [name for name, used in (("B", footprint.batch), ("H", footprint.head)) if used]
         axes = [*names, *footprint.kind.axes()] or ["1"]
         if not all(isinstance(n, int) for n in shape):
             return f"[{', '.join(axes)}]"
-        return f"[{', '.join(axes)}] of {math.prod(shape) * self._dtype().itemsize:,} bytes"
+        return f"[{', '.join(axes)}] of {math.prod(shape) * dtype.itemsize:,} bytes"
 
     def _dtype(self) -> torch.dtype:
         return working_dtype(fake_tensor(self.query).dtype)
@@ -199,6 +205,11 @@ class Tables:
             return found
         found = call(torch.transpose, found, 2, 3)
         return found if columns == length else call(F.pad, found, (0, columns - length))
+
+    def _shifted(self, node: Node, grid: tuple[Any, ...]) -> Node:
+        """Insert the matrices of a relative shift, in the dtype of its tensor."""
+        table = node.args[0]
+        return shifted(self.outer, self.captured[table], self.shifts[node], fake_tensor(table).shape, grid[-1][3])
 
     def _sum_of_vectors(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
         """Insert a sum over vectors [*grid, D]. A vector has size 1 along the positions on which it does not depend."""

@@ -1,0 +1,100 @@
+"""Relative shifts (Conformer, Transformer-XL) whose rows TMA cannot read are made into matrices outside of the kernel."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from inductor_ext.attention import hoisting
+from inductor_ext.core.report import collect
+from tests.attention.case import relative_error
+from tests.support.interpreter import DEVICES, triton_on_cpu
+
+B, H, D = 2, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def as_if_large(monkeypatch):
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
+
+
+#: The row of a tensor [B, H, rows, width] and the place in it, for Q queries and K keys; the width; the number of tables.
+SHIFTS = {
+    "relative_shift": (lambda q, k, Q, K: (q, q - k + K - 1), lambda Q, K: Q + K - 1, 1),
+    "ascending": (lambda q, k, Q, K: (q, k - q + Q - 1), lambda Q, K: Q + K + 5, 1),
+    "rows_of_the_key": (lambda q, k, Q, K: (k, q - k + K - 1), lambda Q, K: Q + K - 1, 1),
+    "rows_of_the_key_descending": (lambda q, k, Q, K: (k, k - q + Q), lambda Q, K: Q + K, 1),
+    "two_steps_a_row": (lambda q, k, Q, K: (q, 2 * q + k), lambda Q, K: 2 * Q + K, 1),
+    # A plain slice is no shift. Indices below zero count from the end, and a step of two keys is no matrix.
+    "slice": (lambda q, k, Q, K: (q, k + 3), lambda Q, K: K + 3, 0),
+    "wraps": (lambda q, k, Q, K: (q, q - k), lambda Q, K: Q + K, 0),
+    "two_steps_a_key": (lambda q, k, Q, K: (q, 2 * k), lambda Q, K: 2 * K, 0),
+    "rows_overlap": (lambda q, k, Q, K: (q, k - q * (q >= Q)), lambda Q, K: K, 0),
+}
+
+
+def run(name, queries, keys, dtype, device, mask=None, twice=False):
+    """The output and the gradients, the same in float64, and the report. twice: the scores have two terms of each element."""
+    at, width, _ = SHIFTS[name]
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()  # noqa: E731
+    q, k, v = make(B, H, queries, D), make(B, H, keys, D), make(B, H, keys, D)
+    rows = keys if name.startswith("rows_of") else queries
+    x = make(B, H, rows, width(queries, keys))
+
+    def bias(x, b, h, i, j):
+        row, place = at(i, j, queries, keys)
+        return x[b, h, row, place] + x[b, h, row, place].sin() if twice else x[b, h, row, place]
+
+    def function(q, k, v, x):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias(x, b, h, i, j), block_mask=mask)
+
+    torch._dynamo.reset()
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu(tma=True), collect() as report:
+        out = torch.compile(function, backend="gradfuse", dynamic=False)(q, k, v, x)
+        weight = torch.randn(out.shape, generator=generator).to(device, dtype)
+        got = torch.autograd.grad(out, (q, k, v, x), weight)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v, x)]
+    b, h = (torch.arange(n, device=device).view(shape) for n, shape in ((B, (-1, 1, 1, 1)), (H, (-1, 1, 1))))
+    i, j = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    scores = exact[0] @ exact[1].mT * D**-0.5 + bias(exact[3], b, h, i, j)
+    if mask is not None:
+        scores = scores.masked_fill(i < j, -torch.inf)
+    want = scores.softmax(-1) @ exact[2]
+    return (out, *got), (want, *torch.autograd.grad(want, exact, weight.double())), report.decisions
+
+
+def tables(decisions):
+    return {d.why for d in decisions if d.path == "table" and "batch+head+pair" in d.why}
+
+
+@pytest.mark.breadth(4)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(65, 49), (1, 50)])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_gradients(name, queries, keys, masked, dtype, device):
+    device = "cuda" if device == "cuda" else "cpu"
+    causal = lambda b, h, q, k: q >= k  # noqa: E731
+    mask = create_block_mask(causal, 1, 1, queries, keys, device, _compile=False) if masked else None
+    got, want, decisions = run(name, queries, keys, dtype, device, mask)
+    if queries > 1:
+        assert len(tables(decisions)) == SHIFTS[name][-1]
+    bound = 1e-5 if dtype is torch.float32 else 8e-3
+    assert all(relative_error(g, w) < bound for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_table_has_the_dtype_of_its_tensor(twice):
+    got, want, decisions = run("relative_shift", 40, 50, torch.bfloat16, "cpu", twice=twice)
+    (why,) = tables(decisions)
+    assert f"its table is [B, H, Q, K] of {B * H * 40 * 56 * 2:,} bytes" in why
+    assert all(relative_error(g, w) < 8e-3 for g, w in zip(got, want, strict=True))
+
+
+def test_what_tma_reads_stays_in_the_kernel():
+    got, want, decisions = run("relative_shift", 40, 128, torch.float32, "cpu")
+    assert not tables(decisions)
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))
