@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..core.fx import value_of
 from ..torch_api.higher_order import FlexBlockMask
-from ..torch_api.ir import realize, rounded
+from ..torch_api.ir import realize, realize_rows, rounded, with_heads_outside
 
 
 class _Call:
@@ -31,12 +31,12 @@ class _Call:
         ``mask``: also those of the block mask.
         """
         parts = self.mask
-        given = dict(zip(names, realize([getattr(self, name) for name in names]), strict=True))
+        given = dict(zip(names, realize_rows([getattr(self, name) for name in names]), strict=True))
         return dataclasses.replace(
             self,
             **given,
             block_mask=FlexBlockMask(*realize(parts[:-1]), parts.mask_mod) if mask else parts,
-            captured=rounded(self.captured),
+            captured=rounded(with_heads_outside(self.captured)),
             mask_captured=rounded(self.mask_captured),
         )
 

@@ -18,7 +18,7 @@ from ..core.kernel_op import KernelOp, needs_triton
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..core.templates import load, run
-from ..torch_api.ir import contiguous_strides, full, node_layout, realize, require_contiguous
+from ..torch_api.ir import contiguous_strides, full, node_layout, realize, realize_rows, require_contiguous
 from ..torch_api.lowering import V, empty, empty_strided
 from ..torch_api.sizes import Mod
 from ..torch_api.template import SymbolicGridFn, Template
@@ -101,7 +101,7 @@ def lower_forward(*operands: Any) -> Any:
     device = given.query.get_device()
     rows = [require_contiguous(x) for x in (given.log_weight, given.log_max, given.floor)]
     affine = [_none(device) if x is None else require_contiguous(x) for x in (given.norm_weight, given.norm_bias)]
-    query, key, value, *rows_and_affine = realize([*given[:3], *rows, *affine])
+    query, key, value, *rows_and_affine = [*realize_rows(given[:3]), *realize([*rows, *affine])]
     layout = node_layout(0)
     plain = given.norm_weight is None and given.norm_bias is None
     normalised = empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
@@ -132,7 +132,7 @@ def lower_backward(*operands: Any) -> Any:
     """Lower ``mlstm_tiles_backward`` to its kernel. The operands and results are those of the op."""
     given = BackwardOperands(*operands)
     rows = [require_contiguous(x) for x in given[4:9]]
-    query, key, value, grad, *rows = realize([*given[:4], *rows])
+    query, key, value, grad, *rows = [*realize_rows(given[:4]), *realize(rows)]
     written = [_empty(node_layout(0)), _empty(node_layout(2)), _row_numbers(query), _row_numbers(query)]
     grad_key = run(
         _backward,
