@@ -15,8 +15,8 @@ from inductor_ext.attention.plans import Plan
 from inductor_ext.attention.tile_tables import TileTable
 from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
-from inductor_ext.core.target import Target
-from tests.attention.attention_kernels import ATTENTIONS, sources
+from inductor_ext.core.target import SHARED_MEMORY, Target
+from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
 from tests.support.emitted import bin_sums_kernel, segment_kernels, triton_sources
@@ -159,6 +159,17 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, builder):
     adds_to_tables = name not in ("unmasked", "causal", "relative_shift")
     assert bool(adds or "cp.reduce.async.bulk" in built.ptx) == (adds_to_tables or one_pass)
     assert all("f32" in add for add in adds)
+
+
+@pytest.mark.breadth(1)
+@pytest.mark.parametrize(("arch", "stages"), [(90, 3), (100, 1)])
+def test_windows_build(builder, arch, stages):
+    """Several programs at a time are what hides their latency, so four must fit into a multiprocessor's shared memory."""
+    for source in sources_of_windows(arch=arch).values():
+        assert "for number in range" in source
+        built = builder.build(source, arch, 4, stages)
+        built.check()
+        assert 4 * built.shared_memory <= SHARED_MEMORY[arch]
 
 
 @pytest.mark.breadth(1)

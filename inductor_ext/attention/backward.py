@@ -57,7 +57,7 @@ def _grid(
     cdiv: Callable[..., Any],
 ) -> tuple:
     query_programs = 0 if meta["ONE_PASS"] else cdiv(queries, meta["BLOCK_M2"]) * (heads // kv_heads)
-    return query_programs + cdiv(keys, meta["BLOCK_N1"]), batch, kv_heads
+    return query_programs + cdiv(keys, meta["BLOCK_N1"]), cdiv(batch, meta["SLICES"]), kv_heads
 
 
 _TEMPLATES = ("flex_backward", "flex_tiles", "flex_tables", "dropout", "kinds/*", "backward/*")
@@ -102,7 +102,6 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     delta = _delta(call)
     nothing_hidden = hides_nothing(BackwardCall.of(node), call.mask.mask_mod.graph_module)
     call = call.realized("query", "key", "value", "logsumexp", "grad_out", mask=not nothing_hidden)
-    (delta,) = realize([delta])
     device = call.query.get_device()
 
     score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
@@ -124,17 +123,22 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     # A one-hot is exact in TF32, and 11 bits of the other operand are more than the result keeps.
     half = call.query.get_dtype().itemsize == 2
     template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
+    template_options["SLICES"] = common.slices(call, nothing_hidden) if one_pass else 1
     score = inlining.score(score_graph)
     inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
     template_options.update(inlining.options() | score.options())
-    tilings = _tilings(call, template_options, captured, tables.longest_tile)
+    tilings = _tilings(call, template_options, captured, tables.longest_tile, score.reads_each_score)
     in_memory = one_pass and not (nothing_hidden and _one_key_tile(call, tilings))
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     form = {"DQ_IN_MEMORY": in_memory, "TMA_ADDS": in_memory and Target.of(device).tma and rows_aligned}
-    tilings = [tiled | form for tiled in tilings]
+    # All keys of a query are in one tile.
+    form["SUMS_DELTA"] = one_pass and not in_memory and call.grad_logsumexp is None
+    tile = ("BLOCK_M1", "BLOCK_N1")
+    tilings = [common.with_slices(call, tiled | form, tile, allowed=one_pass and not in_memory) for tiled in tilings]
 
     grad_key_layout, grad_value, grad_query = _gradients(call, in_memory)
-    inputs = [call.query, call.key, call.value, call.logsumexp, delta, call.grad_out, grad_query, grad_value]
+    inputs = [call.query, call.key, call.value, call.logsumexp, call.grad_out, grad_query, grad_value]
+    inputs += [] if form["SUMS_DELTA"] else realize([delta])
     generators = mask.generators(len(inputs))
     inputs += mask.tensors
     captured.allocate(call.captured, nothing_hidden, device, tilings)
@@ -204,11 +208,15 @@ def _gradients(call: BackwardCall, in_memory: bool) -> tuple[Any, Any, Any]:
 
 
 def _tilings(
-    call: BackwardCall, template_options: dict[str, Any], captured: CapturedGradients, longest: int
+    call: BackwardCall,
+    template_options: dict[str, Any],
+    captured: CapturedGradients,
+    longest: int,
+    reads_each_score: bool,
 ) -> list[dict[str, Any]]:
     """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune.
 
-    longest: the largest number of queries, and of keys, in a tile.
+    longest: the largest number of queries, and of keys, in a tile. reads_each_score: something is read for each score.
     """
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
     _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
@@ -218,6 +226,7 @@ def _tilings(
             "one_pass": template_options["ONE_PASS"],
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
             "one_tile": common.in_tiles(call, 1),
+            "slices": template_options["SLICES"] > 1 and not reads_each_score,
             "dropout": template_options["DROPOUT"],
         }
         configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]

@@ -17,7 +17,7 @@ from ..core.templates import Listed
 from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V
-from ..torch_api.sizes import FloorDiv, Mod, hint
+from ..torch_api.sizes import FloorDiv, Mod, hint, known_at_most
 from . import descriptor, kernel_dropout
 from .calls import BackwardCall, ForwardCall
 
@@ -162,6 +162,37 @@ def in_tiles(call: ForwardCall | BackwardCall, number: int) -> bool:
     """Return whether queries and keys are known to fill at most this number of tiles each."""
     lengths = (call.query.get_size()[2], call.key.get_size()[2])
     return all(isinstance(n, (int, sympy.Integer)) and n <= number * SHORT for n in lengths)
+
+
+#: The number of programs for each multiprocessor, where a program has several slices. With 3, 5 or 6 Swin's windows take
+#: up to 40 % more time.
+PROGRAMS = 4
+#: The widest head of a program with several slices. Of wider ones nothing has been timed.
+WIDEST_IN_SLICES = 32
+
+
+def slices(call: ForwardCall | BackwardCall, nothing_hidden: bool) -> int:
+    """Return the number of batch elements for one program.
+
+    It is 1 unless queries and keys are in one tile each, so that a program would be short, and there are more batch elements
+    and heads than a GPU computes at a time. Grouped heads have a loop of their own.
+    """
+    batch, heads, _, head_dim = call.query.get_size()
+    known = all(isinstance(n, (int, sympy.Integer)) for n in (batch, heads, head_dim))
+    if not known or max(head_dim, call.value.get_size()[3]) > WIDEST_IN_SLICES:
+        return 1
+    if not (nothing_hidden and in_tiles(call, 1)) or heads != call.key.get_size()[1]:
+        return 1
+    return min(int(batch), -(-int(batch * heads) // (PROGRAMS * Target.of(call.query.get_device()).multiprocessors)))
+
+
+def with_slices(
+    call: ForwardCall | BackwardCall, tiled: dict[str, Any], tile: tuple[str, str], allowed: bool
+) -> dict[str, Any]:
+    """Return template options with one slice for each program unless all queries and keys are in a tile of this size."""
+    lengths = call.query.get_size()[2], call.key.get_size()[2]
+    fits = allowed and all(known_at_most(length, tiled[name]) for length, name in zip(lengths, tile, strict=True))
+    return {**tiled, "SLICES": tiled["SLICES"] if fits else 1}
 
 
 def _rounded(length: Any) -> int:

@@ -32,7 +32,7 @@ NAME = "flex_attention"
 
 @SymbolicGridFn
 def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return cdiv(queries, meta["BLOCK_M"]), batch, heads
+    return cdiv(queries, meta["BLOCK_M"]), cdiv(batch, meta["SLICES"]), heads
 
 
 _SOURCE = load(
@@ -95,16 +95,18 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options() | inlining.options() | score.options())
+    template_options["SLICES"] = common.slices(call, nothing_hidden)
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
         has = {
             "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
-            "reads": any(read.by_query and read.by_key for read in score.reads),
+            "reads": score.reads_each_score,
             # Those that no block needs as a rule do not decide.
             "chained reads": score_graphs.has_chained_reads(score_graph) and not score.conditional,
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
+            "slices": template_options["SLICES"] > 1 and not score.reads_each_score,
             "images": tables.longest_tile < LARGEST_TILE,
             "dropout": template_options["DROPOUT"],
             "fp32": dtype is torch.float32,
@@ -122,7 +124,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             subgraphs=subgraphs,
             mutated_inputs=[logsumexp, max_scores],
             call_sizes=query.get_size(),
-            **tiled,
+            **common.with_slices(call, tiled, ("BLOCK_M", "BLOCK_N"), allowed=True),
         )
     captured = [*call.captured, *call.mask_captured]
     out = autotune(

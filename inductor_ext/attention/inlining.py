@@ -72,6 +72,11 @@ class LoweredScore:
     reads: list[EarlyRead]
     conditional: list[ConditionalTile]
 
+    @property
+    def reads_each_score(self) -> bool:
+        """Whether something is read for each score by itself, and not by tile."""
+        return any(read.by_query and read.by_key for read in self.reads)
+
     def options(self) -> dict[str, Any]:
         """Return the options for the templates."""
         return {"READS": Listed(self.reads), "CONDITIONAL_TILES": Listed(self.conditional)}

@@ -26,8 +26,9 @@ class Target:
     vendor: "nvidia", "amd", or "none" if Triton's interpreter runs the kernels on a CPU. architecture: the compute
     capability as one number (90 is 9.0). shared_memory: the bytes of shared memory that a program may use. l2: the bytes of
     the L2 cache. tma: whether a kernel may load, store and add whole tiles by TMA. triton: whether Inductor emits Triton
-    for this device. The speeds, in bytes and in atomic adds of fp32 per second and in seconds for a sort, are those of an
-    H200 (docs/notes/gathers.md) on every device.
+    for this device. multiprocessors: their number, which is that of an H200 for a GPU that is not here. The speeds, in bytes
+    and in atomic adds of fp32 per second and in seconds for a sort, are those of an H200 (docs/notes/gathers.md) on every
+    device.
     """
 
     bandwidth: ClassVar[float] = 3.5e12
@@ -40,6 +41,7 @@ class Target:
     l2: float
     tma: bool
     triton: bool
+    multiprocessors: int = 132
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -54,7 +56,8 @@ class Target:
         properties = torch.cuda.get_device_properties(device)
         shared_memory = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY[90])
         architecture = 10 * properties.major + properties.minor
-        target = cls(vendor, architecture, shared_memory, properties.L2_cache_size, tma=False, triton=True)
+        sizes = shared_memory, properties.L2_cache_size
+        target = cls(vendor, architecture, *sizes, False, True, properties.multi_processor_count)
         # TMA is not used under ``cpp_wrapper``. There, gradients were wrong by orders of magnitude, one tensor at a time. As
         # far as its source tells, its launcher gives a kernel no memory for its TMA descriptors.
         return replace(target, tma=vendor == "nvidia" and target.adds_tiles and not inductor_config.cpp_wrapper)

@@ -98,3 +98,17 @@ def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):
         compiled = torch.compile(ATTENTIONS[name](table, kernel_options=options or None), backend="gradfuse", fullgraph=True)
         forward, backward = triton_sources(compiled, *inputs, tma=Target.absent(arch).adds_tiles)
     return {"forward": forward, "backward": backward}
+
+
+def sources_of_windows(arch=90):
+    """The same for Swin's windows, of which a program has eight."""
+    table, index = torch.zeros(2, 97, requires_grad=True), torch.arange(49)[:, None] + torch.arange(49)
+    inputs = [torch.zeros(16, 2, 49, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def windows(q, k, v):
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, index[i, j]])
+
+    with on_target(architecture=arch, multiprocessors=1):
+        compiled = torch.compile(windows, backend="gradfuse", fullgraph=True)
+        forward, backward = triton_sources(compiled, *inputs, tma=Target.absent(arch).adds_tiles)
+    return {"forward": forward, "backward": backward}
