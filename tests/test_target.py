@@ -15,7 +15,11 @@ def target(capability, shared_memory, hip=None):
     """The target for a GPU that answers so to PyTorch's queries."""
     major, minor = capability
     properties = SimpleNamespace(
-        major=major, minor=minor, shared_memory_per_block_optin=shared_memory * KB, L2_cache_size=4 * KB**2
+        major=major,
+        minor=minor,
+        shared_memory_per_block_optin=shared_memory * KB,
+        L2_cache_size=4 * KB**2,
+        multi_processor_count=132,
     )
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
