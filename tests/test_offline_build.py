@@ -173,6 +173,17 @@ def test_windows_build(builder, arch, stages):
 
 
 @pytest.mark.breadth(1)
+@pytest.mark.parametrize("tma", [True, False])
+def test_windows_with_a_diagonal_build(builder, tma):
+    """A table that is read before the loop over windows, and a gradient that is added in it, have names of their own."""
+    kernels = sources_of_windows(diagonal=True, tma=tma)
+    # A strip has tiles of 32 queries, so that there are two.
+    assert "for number in range" in kernels["forward"] and ("for number in range" in kernels["backward"]) != tma
+    for source in kernels.values():
+        builder.build(source, 90, 4, 1).check()
+
+
+@pytest.mark.breadth(1)
 def test_a_bias_is_not_added_to_partial_products(builder):
     """Beside a bias of -1e4 in the accumulator of a dot, every partial sum would be rounded to a multiple of 0.001.
 

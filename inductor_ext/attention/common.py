@@ -26,6 +26,7 @@ NO_MASK_BLOCK_SIZE = 1 << 30
 _FRONT_END_OPTIONS = ("BACKEND", "WRITE_DQ", "PRESCALE_QK", "BLOCKS_ARE_CONTIGUOUS", "IS_DIVISIBLE", "USE_TMA")
 #: The lowering sets these options, so the entries of the user's kernel_options are not passed to the template.
 _OUR_OPTIONS = ("ONE_PASS", "bwd_ONE_PASS", descriptor.OPTION, kernel_dropout.OPTION, kernel_dropout.SEED)
+_OUR_OPTIONS += ("SLICES", "fwd_SLICES", "bwd_SLICES")
 
 
 #: The advice for a score_mod or mask_mod for which there is no kernel.
@@ -178,8 +179,8 @@ def slices(call: ForwardCall | BackwardCall, nothing_hidden: bool) -> int:
     and heads than a GPU computes at a time. Grouped heads have a loop of their own.
     """
     batch, heads, _, head_dim = call.query.get_size()
-    known = all(isinstance(n, (int, sympy.Integer)) for n in (batch, heads, head_dim))
-    if not known or max(head_dim, call.value.get_size()[3]) > WIDEST_IN_SLICES:
+    head_dims = (head_dim, call.value.get_size()[3])
+    if not all(isinstance(n, (int, sympy.Integer)) for n in (batch, heads, *head_dims)) or max(head_dims) > WIDEST_IN_SLICES:
         return 1
     if not (nothing_hidden and in_tiles(call, 1)) or heads != call.key.get_size()[1]:
         return 1

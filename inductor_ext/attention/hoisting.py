@@ -228,7 +228,7 @@ class _Hoist:
 
     def shifts(self) -> None:
         """Turn relative shifts that TMA cannot read into matrices, which are then plain pairs."""
-        for node in self.tables.shifts:
+        for node in [n for n in self.tables.shifts if n.users]:
             with self.graph.inserting_before(node):
                 node.replace_all_uses_with(self._read([(1, node)]))
         self.graph.eliminate_dead_code()

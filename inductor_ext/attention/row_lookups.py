@@ -22,8 +22,8 @@ from .kinds import COLUMN, NONE, ROW
 from .score_mod import ScoreMod
 
 #: The largest number of elements of such a table: a quarter of a gigabyte, which may be kept for the backward, and the same
-#: for its gradient. With twice as
-#: many, DeBERTa's lookups at clamped distances are no faster outside (docs/notes/attention.md).
+#: for its gradient. With twice as many, DeBERTa's lookups at clamped distances are no faster outside
+#: (docs/notes/attention.md).
 LARGEST_TABLE = 2**26
 
 

@@ -9,6 +9,7 @@ number of tiles (blocks.py). Elsewhere the matrix is made outside of the kernel,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.fx import Graph, Node
 from ..core.dynamo_graph import Inserter
 from ..core.fx import fake_tensor, indices_of
 from ..core.kernels import LARGEST_TILE
-from ..core.target import Target
+from ..core.target import TMA_ALIGNMENT, Target
 from .footprints import Footprint, polynomials
 from .kinds import K, Q
 from .row_lookups import lookups_in_rows
@@ -52,6 +53,12 @@ class Shift:
         """The number of elements from a row to the next."""
         return self.width + self.row_factor
 
+    def in_place(self, tensor: torch.Tensor) -> bool:
+        """Return whether TMA can read it where it is (blocks.py), if it is stored contiguously."""
+        offsets = (self.first, self.stride, tensor.shape[2] * self.width)
+        aligned = all(n * tensor.dtype.itemsize % TMA_ALIGNMENT == 0 for n in offsets)
+        return not self.by_key and self.column_factor < 0 and self.columns % LARGEST_TILE == 0 and aligned
+
     def inside(self, rows: int) -> bool:
         """Return whether every place is in its row, so that no index wraps, and rows do not overlap."""
         last = self.row_factor * (rows - 1)
@@ -69,12 +76,18 @@ def relative_shifts(graph: Graph, footprints: dict[Node, Footprint], extents: Se
     lookups = lookups_in_rows(graph, footprints, extents)
     sums = polynomials(graph, extents) if lookups else {}
     found = {node: _shift(node, by_key, sums, extents) for node, by_key in lookups.items()}
-    return {node: shift for node, shift in found.items() if shift is not None}
+    # The keys of a tile are in ascending order for every other table.
+    alone = sum(node.target is operator.getitem for node in graph.nodes) == 1
+    return {
+        node: shift
+        for node, shift in found.items()
+        if shift is not None and not (alone and shift.in_place(fake_tensor(node.args[0])))
+    }
 
 
 def _shift(node: Node, by_key: bool, sums: dict[Node, sympy.Expr], extents: Sequence[int]) -> Shift | None:
     place, table = indices_of(node)[-1], fake_tensor(node.args[0])
-    if place not in sums or not Target.of(table.device).tma:
+    if place not in sums or not Target.of(table.device).tma or not isinstance(table.shape[3], int):
         return None
     row, column = (K, Q) if by_key else (Q, K)
     rows, columns = (extents[3], extents[2]) if by_key else (extents[2], extents[3])
@@ -83,9 +96,7 @@ def _shift(node: Node, by_key: bool, sums: dict[Node, sympy.Expr], extents: Sequ
     if polynomial.total_degree() != 1 or abs(factors[1]) != 1:
         return None
     shift = Shift(by_key, *factors, table.shape[3], columns)
-    # TMA reads these where they are.
-    in_place = not by_key and shift.column_factor < 0 and columns % LARGEST_TILE == 0
-    return shift if shift.inside(rows) and not in_place else None
+    return shift if shift.inside(rows) else None
 
 
 def shifted(outer: Inserter, tensor: Any, shift: Shift, shape: Sequence[int], padded: int) -> Node:

@@ -56,8 +56,8 @@ class Target:
         properties = torch.cuda.get_device_properties(device)
         shared_memory = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY[90])
         architecture = 10 * properties.major + properties.minor
-        sizes = shared_memory, properties.L2_cache_size
-        target = cls(vendor, architecture, *sizes, False, True, properties.multi_processor_count)
+        l2, multiprocessors = properties.L2_cache_size, properties.multi_processor_count
+        target = cls(vendor, architecture, shared_memory, l2, tma=False, triton=True, multiprocessors=multiprocessors)
         # TMA is not used under ``cpp_wrapper``. There, gradients were wrong by orders of magnitude, one tensor at a time. As
         # far as its source tells, its launcher gives a kernel no memory for its TMA descriptors.
         return replace(target, tma=vendor == "nvidia" and target.adds_tiles and not inductor_config.cpp_wrapper)

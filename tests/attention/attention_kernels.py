@@ -100,15 +100,16 @@ def sources(name, dtype=torch.bfloat16, arch=90, dim=DIM, **options):
     return {"forward": forward, "backward": backward}
 
 
-def sources_of_windows(arch=90):
-    """The same for Swin's windows, of which a program has eight."""
+def sources_of_windows(arch=90, diagonal=False, tma=True):
+    """The same for Swin's windows, of which a program has eight. diagonal: their bias depends on the distance only."""
     table, index = torch.zeros(2, 97, requires_grad=True), torch.arange(49)[:, None] + torch.arange(49)
     inputs = [torch.zeros(16, 2, 49, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
     def windows(q, k, v):
-        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, index[i, j]])
+        bias = lambda s, b, h, i, j: s + table[h, i - j + 48 if diagonal else index[i, j]]  # noqa: E731
+        return flex_attention(q, k, v, score_mod=bias, kernel_options={"bwd_ONE_PASS": True})
 
     with on_target(architecture=arch, multiprocessors=1):
         compiled = torch.compile(windows, backend="gradfuse", fullgraph=True)
-        forward, backward = triton_sources(compiled, *inputs, tma=Target.absent(arch).adds_tiles)
+        forward, backward = triton_sources(compiled, *inputs, tma=tma)
     return {"forward": forward, "backward": backward}

@@ -94,7 +94,40 @@ def test_a_table_has_the_dtype_of_its_tensor(twice):
     assert all(relative_error(g, w) < 8e-3 for g, w in zip(got, want, strict=True))
 
 
-def test_what_tma_reads_stays_in_the_kernel():
-    got, want, decisions = run("relative_shift", 40, 128, torch.float32, "cpu")
-    assert not tables(decisions)
-    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))
+@pytest.mark.parametrize(
+    ("width", "first", "diagonal", "tables_made"),
+    [
+        pytest.param(255, 127, False, 0, id="as TMA reads it"),
+        pytest.param(256, 127, False, 1, id="rows are not aligned"),
+        pytest.param(255 + 8, 128, False, 1, id="the first row is not aligned"),
+        pytest.param(255, 127, True, 1, id="another table needs ascending keys"),
+    ],
+)
+def test_what_stays_in_the_kernel(width, first, diagonal, tables_made):
+    x, t = torch.randn(1, 1, 128, width, requires_grad=True), torch.randn(255, requires_grad=True)
+    q = torch.randn(1, 1, 128, D, requires_grad=True)
+
+    def function(q, x, t):
+        def score_mod(s, b, h, i, j):
+            return s + x[b, h, i, i - j + first] + (t[i - j + 127] if diagonal else 0.0)
+
+        return flex_attention(q, q, q, score_mod=score_mod)
+
+    with triton_on_cpu(tma=True), collect() as report:
+        (got,) = torch.autograd.grad(torch.compile(function, backend="gradfuse")(q, x, t).sum(), [x])
+    assert len(tables(report.decisions)) == tables_made
+    exact, place = x.detach().double().requires_grad_(), torch.arange(128)[:, None] - torch.arange(128)
+    bias = torch.gather(exact, 3, (place + first).expand(1, 1, -1, -1)) + (t.double()[place + 127] if diagonal else 0)
+    out = (q.double() @ q.double().mT * D**-0.5 + bias).softmax(-1) @ q.double()
+    assert relative_error(got, torch.autograd.grad(out.sum(), [exact])[0]) < 1e-5
+
+
+def test_a_width_that_changes():
+    """Only the lengths must be known."""
+    x, q = torch.randn(1, 1, 40, 121, requires_grad=True), torch.randn(1, 1, 40, D, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 3)
+    function = lambda q, x: flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + x[b, h, i, i - j + 39])  # noqa: E731
+    with triton_on_cpu(tma=True), collect() as report:
+        out = torch.compile(function, backend="gradfuse", fullgraph=True)(q, x)
+        torch.autograd.grad(out.sum(), [x])
+    assert not tables(report.decisions)

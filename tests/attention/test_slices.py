@@ -41,6 +41,21 @@ CASES = [
         frozen=("m",),
         **SIZES,
     ),
+    # What the kernel reads under a condition of blocks depends on the batch, although the table does not.
+    Case(
+        "chosen_by_batch",
+        {"t": (2, 33, 56), "f": (9,)},
+        **same(lambda t: lambda s, b, h, q, k: s + torch.where(t["f"][b] > 0, t["t"][h, q, k], 0.0)),
+        frozen=("f",),
+        **SIZES,
+    ),
+    Case(
+        "chosen_by_block",
+        {"t": (2, 33, 56), "f": (9, 1, 1)},
+        **same(lambda t: lambda s, b, h, q, k: s + torch.where(t["f"][b, q // 128, k // 128] > 0, t["t"][h, q, k], 0.0)),
+        frozen=("f",),
+        **SIZES,
+    ),
     Case(
         "narrow_values",
         {"t": (2, 33, 56)},
