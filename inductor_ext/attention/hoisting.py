@@ -317,9 +317,10 @@ class _Hoist:
             return False
         if not self.footprints[node].kind.expensive or self._sums_vectors(node):
             return True
-        # What depends on less is hoisted by itself, but not as a table of pairs.
+        # What depends on less is hoisted by itself, but not as a table of pairs. A table and its index have no footprint of
+        # their own: that of the read is known.
         kind = self.footprints[node].kind
-        known = {n: self.footprints[n] for n in cone(node)}
+        known = {n: self.footprints[n] for n in cone(node) if n in self.footprints}
         wide = [n for n, x in known.items() if x.kind is kind or (not x.kind.small and self._small(x))]
         return any((self._is_read(n) and not self._plain_read(n)) or name_of(n) in _EXPENSIVE for n in wide)
 

@@ -131,3 +131,26 @@ def test_a_width_that_changes():
         out = torch.compile(function, backend="gradfuse", fullgraph=True)(q, x)
         torch.autograd.grad(out.sum(), [x])
     assert not tables(report.decisions)
+
+
+def test_a_shift_among_small_pairs(monkeypatch):
+    """The matrix is read by what else becomes a table (wav2vec2-conformer with 49 frames, whose compilation failed)."""
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 2**22)
+    x, m = torch.randn(1, 1, 40, 79, requires_grad=True), torch.randn(40, 40, requires_grad=True)
+    q = torch.randn(1, 1, 40, D, requires_grad=True)
+
+    def function(q, x, m):
+        def score_mod(s, b, h, i, j):
+            shifted = x[b, h, i, j - i + 39]
+            return s + torch.where(shifted.abs() > 1, shifted.exp(), 0.0) + m[i, (j + i) % 40]
+
+        return flex_attention(q, q, q, score_mod=score_mod)
+
+    with triton_on_cpu(tma=True):
+        got = torch.autograd.grad(torch.compile(function, backend="gradfuse")(q, x, m).sum(), [x, m])
+    exact, i, j = [t.detach().double().requires_grad_() for t in (x, m)], torch.arange(40)[:, None], torch.arange(40)
+    shifted = torch.gather(exact[0], 3, (j - i + 39).expand(1, 1, -1, -1))
+    scores = q.double() @ q.double().mT * D**-0.5 + torch.where(shifted.abs() > 1, shifted.exp(), 0.0)
+    out = (scores + exact[1][i, (j + i) % 40]).softmax(-1) @ q.double()
+    for g, w in zip(got, torch.autograd.grad(out.sum(), exact), strict=True):
+        assert relative_error(g, w) < 1e-5
