@@ -76,7 +76,7 @@ def biases_table() -> str:
     wide = by_peer(rows, ["case", "size", "bound"], ["times", "table_error"])
     columns = [("times", peer) for peer in ("stock", "sdpa-mask", "gradfuse")]
     columns += [("table_error", "stock"), ("table_error", "gradfuse")]
-    return f"{provenance(result)} The operands are bf16. {MEDIANS} Each cell is forward / backward.\n\n" + markdown(
+    return f"{provenance(result)} The operands are bf16. {BUSY} Each cell is forward / backward.\n\n" + markdown(
         "case | B × H × S × D | bound | stock | SDPA, bias as mask | gradfuse | error: stock | gradfuse",
         wide.reindex(columns=columns).reset_index().to_numpy(),
     )
@@ -142,6 +142,7 @@ def models_table() -> str:
     )
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
+        "The time in brackets is that for which the GPU is busy. "
         "The peak is what a step allocates beyond the parameters. The first step is with empty caches / with full ones.\n\n"
     ) + markdown(head, lines.to_numpy())
 
