@@ -67,7 +67,7 @@ def hoisted(decisions):
     return any(d.path == "table" and "batch+head+pair" in d.why for d in decisions)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
