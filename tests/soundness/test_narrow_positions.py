@@ -67,6 +67,7 @@ def test_a_position_as_a_bool(name, kernels):
         compare(score_mod, shape)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("index", "shape", "length"),
