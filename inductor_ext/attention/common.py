@@ -165,10 +165,10 @@ def in_tiles(call: ForwardCall | BackwardCall, number: int) -> bool:
     return all(isinstance(n, (int, sympy.Integer)) and n <= number * SHORT for n in lengths)
 
 
-#: The number of programs for each multiprocessor, where a program has several slices. With 3, 5 or 6 Swin's windows take
-#: up to 40 % more time.
+#: The number of programs for each multiprocessor, where a program has several batch elements. With 3, 5 or 6 Swin's windows
+#: take up to 40 % more time.
 PROGRAMS = 4
-#: The widest head of a program with several slices. Of wider ones nothing has been timed.
+#: The widest head of a program with several batch elements. Of wider ones nothing has been timed.
 WIDEST_IN_SLICES = 32
 
 

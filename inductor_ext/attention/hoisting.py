@@ -38,12 +38,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..core import depend  # noqa: F401  (registers gradfuse::depend)
 from ..core.dynamo_graph import Inserter
-from ..core.fx import cone, fake_tensor, indices_of, name_of, working_dtype
+from ..core.fx import cone, fake_tensor, indices_of, name_of
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..core.writes import Writes
 from ..options import Options
-from ..torch_api.graph import pytree
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
 from .canonical import drop_unused, install, needs_grad
@@ -59,13 +58,13 @@ from .restarts import Restarts, separate_distances
 from .row_lookups import LARGEST_TABLE, row_lookups
 from .score_mod import ScoreMod
 from .shifts import relative_shifts
+from .sums import SUMS, adds_numbers, is_only_operand
 from .tables import Tables
 
 NAME = "hoisting"
 
 #: The passes without which the gradient of a lookup in rows would be atomics outside of the kernel.
 _LOOKUP_GRADIENTS = ("scatters", "bin_sums")
-_SUMS = {operator.add: 1, operator.sub: -1, torch.add: 1, torch.sub: -1, "add": 1, "sub": -1}
 #: Ops that cost a kernel more than a read of a table.
 _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
 #: Ops whose results may be infinite although their operands are finite.
@@ -209,7 +208,7 @@ class _Hoist:
     def append_columns(self, columns: Columns) -> tuple[Node, Node]:
         """Turn inner products that are added to the score into columns of the query and key, and return these two."""
         score = root = ScoreMod.of(self.graph).score
-        while _single_use(root) and _adds_numbers(user := next(iter(root.users))):
+        while is_only_operand(root) and adds_numbers(user := next(iter(root.users))):
             root = user
         terms = self._terms(root)
         found: dict[int, Product] = {}
@@ -235,7 +234,7 @@ class _Hoist:
 
     def merge_sums(self) -> None:
         """Merge the terms of every sum that have one footprint and do not depend on the score into one table."""
-        for root in [n for n in self.graph.nodes if _adds_numbers(n) and not self._inside_a_sum(n)]:
+        for root in [n for n in self.graph.nodes if adds_numbers(n) and not self._inside_a_sum(n)]:
             if root not in self.footprints or self._hoistable(root):
                 continue
             terms = self._terms(root)
@@ -338,20 +337,20 @@ class _Hoist:
         return any(self._is_read(n) for n in cone(node))
 
     def _inside_a_sum(self, node: Node) -> bool:
-        return len(node.users) == 1 and _adds_numbers(next(iter(node.users)))
+        return len(node.users) == 1 and adds_numbers(next(iter(node.users)))
 
     # ------------------------------------------------ pieces
 
     def _terms(self, node: Any, sign: int = 1) -> list[tuple[int, Any]]:
         """Return a sum as signed terms. A node that is not a sum, or that is also used elsewhere, is one term."""
-        if not _adds_numbers(node):
+        if not adds_numbers(node):
             return [(sign, node)]
         if node in self.footprints and self._hoistable(node):
             return [(sign, node)]
         first, second = node.args
-        inner = sign * _SUMS[node.target]
-        left = self._terms(first, sign) if _single_use(first) else [(sign, first)]
-        right = self._terms(second, inner) if _single_use(second) else [(inner, second)]
+        inner = sign * SUMS[node.target]
+        left = self._terms(first, sign) if is_only_operand(first) else [(sign, first)]
+        right = self._terms(second, inner) if is_only_operand(second) else [(inner, second)]
         return left + right
 
     def _sum(self, terms: list[tuple[int, Any]], like: Node) -> Node:
@@ -382,32 +381,3 @@ class _Hoist:
         text = " ".join(("+ " if sign > 0 else "- ") + expression(n) for sign, n in group).removeprefix("+ ")
         self.done.append(("table", f"{text} has the footprint {footprint}; its table is {note}"))
         return read
-
-
-def _adds_numbers(node: Any) -> bool:
-    """Return whether a node adds or subtracts floating-point numbers of one precision, so that terms may be regrouped.
-
-    Integers wrap, and lose that meaning when they become floats. Booleans have other rules for sums.
-    """
-    if not isinstance(node, Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
-        return False
-    kinds = {_precision(x) for x in (node, *node.args)} - {"number"}
-    return len(kinds) == 1 and None not in kinds
-
-
-def _precision(x: Any) -> torch.dtype | str | None:
-    """Return the precision in which a term is computed here (half precision: fp32); "number" for a Python number."""
-    if isinstance(x, (int, float)):
-        return "number"
-    value = fake_tensor(x)
-    if value is None or not value.is_floating_point():
-        return None
-    return working_dtype(value.dtype)
-
-
-def _single_use(node: Any) -> bool:
-    """Return whether a node is one operand of one other node. In ``x + x`` it is two operands."""
-    if not isinstance(node, Node) or len(node.users) != 1:
-        return False
-    (user,) = node.users
-    return sum(operand is node for operand in pytree.tree_leaves((user.args, user.kwargs))) == 1

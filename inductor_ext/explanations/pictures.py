@@ -26,6 +26,7 @@ from ..attention.footprints import Footprint, footprints
 from ..attention.kinds import NONE, TiledKind
 from ..attention.score_graphs import is_always_true
 from ..attention.score_mod import ScoreMod
+from ..attention.sums import adds_numbers
 from ..core.dynamo_graph import graphs_in
 from ..core.fx import fake_tensor, value_of
 from ..core.report import log, pictures_wanted, record_picture, unrecorded, user_line
@@ -197,7 +198,7 @@ def learned_terms(graph: Graph) -> list[Node]:
             return
         # A read at an index that is computed from the score is a term too, although it cannot be drawn.
         read_by_score = any(n.op == "placeholder" for n in node.all_input_nodes if n in learns)
-        if hoisting._adds_numbers(node) or (node in scored and not read_by_score):
+        if adds_numbers(node) or (node in scored and not read_by_score):
             for n in node.all_input_nodes:
                 visit(n)
         elif node.op != "output":

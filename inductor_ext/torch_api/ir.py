@@ -65,8 +65,8 @@ def realize(nodes: Sequence[Any]) -> list[Any]:
 def realize_rows(nodes: Sequence[Any]) -> list[Any]:
     """Realize IR nodes with consecutive elements in their last dim, by a copy if they are not.
 
-    A kernel that loads tiles of rows would be right without, and load single elements. In a graph with convolutions Inductor
-    stores 4-D tensors with dim 1 innermost, which is the dim of the heads.
+    A kernel that loads tiles of rows would be right without it, but it would load single elements. In a graph with
+    convolutions Inductor stores 4-D tensors with dim 1 innermost, which is the dim of the heads.
     """
     return [
         realize([in_order_of(x, dense_strides(x.get_size(), x.get_stride()))])[0] if _is_strided(x, -1) else x
@@ -75,7 +75,7 @@ def realize_rows(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _is_strided(x: Any, dim: int) -> bool:
-    """Return whether the elements along a dim are known not to be consecutive."""
+    """Return whether it is known that the elements along a dim are not consecutive in memory."""
     if not isinstance(x, inductor_ir.IRNode):
         return False
     known = V.graph.sizevars.statically_known_true
@@ -83,10 +83,12 @@ def _is_strided(x: Any, dim: int) -> bool:
 
 
 def with_heads_outside(nodes: Sequence[Any]) -> list[Any]:
-    """Return IR nodes, those as copies that Inductor has stored with dim 1 of four innermost (see ``realize_rows``)."""
-    realized = realize(nodes)
-    moved = [isinstance(x, inductor_ir.IRNode) and len(x.get_size()) == 4 and _is_strided(x, -1) for x in realized]
-    return [realize_rows([x])[0] if move and not _is_strided(x, 1) else x for x, move in zip(realized, moved, strict=True)]
+    """Realize IR nodes, those as copies that Inductor has stored with dim 1 of four innermost (see ``realize_rows``)."""
+    return [realize_rows([x])[0] if _has_heads_innermost(x) else x for x in realize(nodes)]
+
+
+def _has_heads_innermost(x: Any) -> bool:
+    return isinstance(x, inductor_ir.IRNode) and len(x.get_size()) == 4 and _is_strided(x, -1) and not _is_strided(x, 1)
 
 
 def stored(x: Any) -> Any:

@@ -30,7 +30,8 @@ SHIFTS = {
     "slice": (lambda q, k, Q, K: (q, k + 3), lambda Q, K: K + 3, 0),
     "wraps": (lambda q, k, Q, K: (q, q - k), lambda Q, K: Q + K, 0),
     "two_steps_a_key": (lambda q, k, Q, K: (q, 2 * k), lambda Q, K: 2 * K, 0),
-    "rows_overlap": (lambda q, k, Q, K: (q, k - q * (q >= Q)), lambda Q, K: K, 0),
+    # With one query the index is in range, and the next row would begin before this one ends.
+    "rows_would_overlap": (lambda q, k, Q, K: (q, k - q), lambda Q, K: K, 0),
 }
 
 
@@ -80,7 +81,8 @@ def test_gradients(name, queries, keys, masked, dtype, device):
     causal = lambda b, h, q, k: q >= k  # noqa: E731
     mask = create_block_mask(causal, 1, 1, queries, keys, device, _compile=False) if masked else None
     got, want, decisions = run(name, queries, keys, dtype, device, mask)
-    if queries > 1:
+    # With one query, q is 0.
+    if queries > 1 or name == "rows_would_overlap":
         assert len(tables(decisions)) == SHIFTS[name][-1]
     bound = 1e-5 if dtype is torch.float32 else 8e-3
     assert all(relative_error(g, w) < bound for g, w in zip(got, want, strict=True))
@@ -154,3 +156,20 @@ def test_a_shift_among_small_pairs(monkeypatch):
     out = (scores + exact[1][i, (j + i) % 40]).softmax(-1) @ q.double()
     for g, w in zip(got, torch.autograd.grad(out.sum(), exact), strict=True):
         assert relative_error(g, w) < 1e-5
+
+
+def test_indices_that_a_mask_hides():
+    """They are beyond the end of their rows, and would be elements of the next."""
+    x, q = torch.randn(1, 1, 40, 40, requires_grad=True), torch.randn(1, 1, 40, D, requires_grad=True)
+    mask = create_block_mask(lambda b, h, i, j: i + j < 40, None, None, 40, 40, "cpu", _compile=False)
+
+    def function(q, x):
+        return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + x[b, h, i, i + j], block_mask=mask)
+
+    with triton_on_cpu(tma=True), collect() as report:
+        (got,) = torch.autograd.grad(torch.compile(function, backend="gradfuse")(q, x).sum(), [x])
+    assert not tables(report.decisions)
+    exact, place = x.detach().double().requires_grad_(), torch.arange(40)[:, None] + torch.arange(40)
+    scores = q.double() @ q.double().mT * D**-0.5 + torch.gather(exact, 3, place.clamp(max=39).expand(1, 1, -1, -1))
+    out = scores.masked_fill(place > 39, -torch.inf).softmax(-1) @ q.double()
+    assert relative_error(got, torch.autograd.grad(out.sum(), [exact])[0]) < 1e-5
