@@ -4,9 +4,13 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from inductor_ext.attention import hoisting
+from inductor_ext.attention.shifts import Shift, shifted
+from inductor_ext.core.dynamo_graph import Inserter
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, triton_on_cpu
@@ -66,11 +70,42 @@ def run(name, queries, keys, dtype, device, mask=None, twice=False):
     return (out, *got), (want, *torch.autograd.grad(want, exact, weight.double())), report.decisions
 
 
+EVERY_SHIFT = [
+    Shift(by_key, row_factor, column_factor, constant, width, columns)
+    for by_key in (False, True)
+    for row_factor in (-2, -1, 0, 1, 2)
+    for column_factor in (-1, 1)
+    for constant in range(-1, 9)
+    for width in (5, 9)
+    for columns in (1, 4, 5)
+]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_which_shifts_are_matrices(rows):
+    """Those whose places are in their rows. Their elements are those that the index says, and other rows are not read."""
+    row = torch.arange(rows)[:, None]
+    for shift in EVERY_SHIFT:
+        place = shift.row_factor * row + shift.column_factor * torch.arange(shift.columns) + shift.constant
+        in_range = bool(((place >= 0) & (place < shift.width)).all())
+        assert shift.inside(rows) == (in_range and shift.columns <= shift.width + shift.row_factor), shift
+        if not shift.inside(rows):
+            continue
+        graph, x = Graph(), torch.randn(2, 1, rows, shift.width)
+        tensor = graph.placeholder("x")
+        tensor.meta["example_value"] = x
+        keys = rows if shift.by_key else shift.columns
+        graph.output(shifted(Inserter(graph, tensor), tensor, shift, x.shape, keys + 2))
+        got = Interpreter(GraphModule({}, graph)).run(x)
+        want = x.gather(3, place.expand(2, 1, -1, -1))
+        assert torch.equal(got, F.pad(want.mT if shift.by_key else want, (0, 2))), shift
+
+
 def tables(decisions):
     return {d.why for d in decisions if d.path == "table" and "batch+head+pair" in d.why}
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])

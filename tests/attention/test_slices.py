@@ -75,7 +75,7 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(10)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tma", [True, False])
 @each_case
