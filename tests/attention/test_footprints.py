@@ -143,6 +143,8 @@ IMAGE_SPELLINGS = [
     ("(q + 1) // 64 - (k + 1) // 64 + q % 64 - k % 64", "pair"),
     ("q.float() % 64 - k.float() % 64 + (q // 64 - k // 64)", "pair"),
     ("q // 512 - k // 512 + (q % 512 - k % 512)", "diagonal"),
+    # The last key is in the second row.
+    ("q // 390 - k // 390 + (q % 390 - k % 390)", "pair"),
     ("q // 384 - k // 384 + (q % 384 - k % 384)", "image 384"),
 ]
 

@@ -1,10 +1,12 @@
 """Where all queries and keys are in one tile, as in Swin's windows, a program computes several batch elements (interpreted)."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.attention.case import Case
+from tests.attention.case import Case, relative_error
 from tests.support.emitted import triton_sources
 from tests.support.interpreter import DEVICES, triton_on_cpu
 from tests.support.targets import on_target
@@ -41,21 +43,6 @@ CASES = [
         frozen=("m",),
         **SIZES,
     ),
-    # What the kernel reads under a condition of blocks depends on the batch, although the table does not.
-    Case(
-        "chosen_by_batch",
-        {"t": (2, 33, 56), "f": (9,)},
-        **same(lambda t: lambda s, b, h, q, k: s + torch.where(t["f"][b] > 0, t["t"][h, q, k], 0.0)),
-        frozen=("f",),
-        **SIZES,
-    ),
-    Case(
-        "chosen_by_block",
-        {"t": (2, 33, 56), "f": (9, 1, 1)},
-        **same(lambda t: lambda s, b, h, q, k: s + torch.where(t["f"][b, q // 128, k // 128] > 0, t["t"][h, q, k], 0.0)),
-        frozen=("f",),
-        **SIZES,
-    ),
     Case(
         "narrow_values",
         {"t": (2, 33, 56)},
@@ -83,6 +70,32 @@ def test_matches_float64(case, tma, device):
     place, context = ("cuda", on_target(tma=tma)) if device == "cuda" else ("cpu", triton_on_cpu(tma=tma))
     with on_target(multiprocessors=1), context:
         case.check(place, kernel_options={"bwd_ONE_PASS": True})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_a_table_that_some_batch_elements_do_not_read(by_block, device):
+    """Whether the kernel reads its tile is a condition of blocks, which depends on the batch although the table does not."""
+    place, context = ("cuda", contextlib.nullcontext()) if device == "cuda" else ("cpu", triton_on_cpu(tma=True))
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(shape, generator=generator).to(place).requires_grad_()  # noqa: E731
+    q, k, v, t = make(9, 2, 33, 32), make(9, 2, 49, 32), make(9, 2, 49, 32), make(2, 33, 56)
+    reads = torch.arange(9, device=place) % 3 == 1
+    blocks = reads[:, None, None].clone()
+
+    def attend(q, k, v, t):
+        def score_mod(s, b, h, i, j):
+            return s + torch.where(blocks[b, i // 128, j // 128] if by_block else reads[b], t[h, i, j], 0.0)
+
+        return flex_attention(q, k, v, score_mod=score_mod, kernel_options={"bwd_ONE_PASS": True})
+
+    with on_target(multiprocessors=1), context:
+        out = torch.compile(attend, backend="gradfuse", fullgraph=True)(q, k, v, t)
+        got = [out, *torch.autograd.grad(out.square().sum(), [q, k, v, t])]
+    q, k, v, t = exact = [x.detach().double().requires_grad_() for x in (q, k, v, t)]
+    out = (q @ k.mT * 32**-0.5 + reads[:, None, None, None] * t[:, :, :49]).softmax(-1) @ v
+    want = [out, *torch.autograd.grad(out.square().sum(), exact)]
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))
 
 
 def attention(mask=None, gqa=False, logsumexp=False):
