@@ -66,7 +66,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
             _flatten_nested_indexing(graph, done)
             captured = _compute_outside(outer, graph, captured, done)
             captured = drop_unused(graph, captured, done)
-            captured = _detach_frozen(outer, graph, captured)
+            captured = detach_frozen(outer, graph, captured)
             captured = _index_scalars(outer, graph, captured, call.query, done)
             _connect_score(graph, done)
             new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
@@ -171,7 +171,7 @@ def _flatten_nested_indexing(graph: Graph, done: list[str]) -> None:
     graph.eliminate_dead_code()
 
 
-def _detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[Any]:
+def detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[Any]:
     """Detach the captured tensors that no gradient reaches, because their gradient in stock's joint graph would be None."""
     learned: set[Node] = set()
     pending = list(graph.find_nodes(op="output")[0].all_input_nodes)

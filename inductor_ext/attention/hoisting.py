@@ -45,7 +45,7 @@ from ..core.writes import Writes
 from ..options import Options
 from ..torch_api.higher_order import flex_attention_hop
 from .calls import ForwardCall
-from .canonical import drop_unused, install, needs_grad
+from .canonical import detach_frozen, drop_unused, install, needs_grad
 from .columns import Columns, Product, product
 from .descriptor import described
 from .expressions import expression
@@ -130,8 +130,9 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordin
         captured = [tables.widened(x) for x in captured]
         if anchors:
             query = tables.outer.function(torch.ops.gradfuse.depend.default, query, anchors)
+        made = {i: tables.kinds[operand] for i, operand in enumerate(captured) if operand in tables.kinds}
+        captured = detach_frozen(outer, graph, captured)
         new_score_mod = install(gm, call.score_mod.target, GraphModule(module, graph))
-    made = {i: tables.kinds[operand] for i, operand in enumerate(captured) if operand in tables.kinds}
     kernel_options = {**call.kernel_options, **described(made)}
     call = replace(call, query=query, key=key, score_mod=new_score_mod, captured=tuple(captured))
     node.args = replace(call, kernel_options=kernel_options).operands()

@@ -125,6 +125,25 @@ def test_a_term_without_a_key_is_dropped_and_its_gradient_is_exactly_zero():
     assert torch.equal(grad, torch.zeros_like(t))
 
 
+def test_a_hoisted_read_that_no_gradient_reaches_is_detached():
+    """score_mods:126211178: another read of the same tensor is learned."""
+    t, query = table(2, LENGTH), torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+
+    def score_mod(s, b, h, q, k):
+        frozen = torch.where(q >= k, t[h, q // 2], t[h, (q - k) // 3]).detach()
+        return s + frozen - t[h, k % 2]
+
+    attention = lambda q: flex_attention(q, q, q, score_mod=score_mod)  # noqa: E731
+    with eager_graphs():
+        out = torch.compile(attention, backend="gradfuse", fullgraph=True)(query)
+        (grad,) = torch.autograd.grad(out.sum(), t)
+    b, h, q, k = (
+        torch.arange(n).view([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate((1, 2, LENGTH, LENGTH))
+    )
+    want = score_mod(query @ query.mT / 4, b, h, q, k).softmax(-1) @ query
+    assert relative_error(grad, *torch.autograd.grad(want.sum(), t)) < 1e-5
+
+
 def test_a_term_that_may_hide_a_row_stays():
     frozen, learned = torch.zeros(LENGTH), torch.nn.Parameter(table(LENGTH).detach())
     assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
