@@ -58,6 +58,7 @@ REPLACED: tuple[Replaced, ...] = (
 KERNELS: tuple[KernelOp, ...] = (
     mlstm.FORWARD,
     mlstm.BACKWARD,
+    mlstm.CHUNK_SUMS,
     lower_linear.KERNEL,
     lower_forward.KERNEL,
     lower_backward.KERNEL,

@@ -103,3 +103,17 @@ def forward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
 def backward_configs(query: Any, value: Any) -> list[dict[str, Any]]:
     """The tiles for the backward template, chosen as in ``forward_configs``."""
     return _choices(BACKWARD, query, value)
+
+
+def chunk_sums_config(left: Any, right: Any) -> dict[str, Any]:
+    """The tile for the template of the sums over chunks. It has never been timed."""
+    itemsize = left.get_dtype().itemsize
+    block_d, block_v = (min(n, max(16, _width(x, x))) for n, x in ((128 if itemsize == 2 else 32, left), (64, right)))
+    warps = 8 if block_d * block_v >= 128 * 64 else 4
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "BLOCK_S": 64 if itemsize == 2 else 16,
+        "num_warps": warps,
+        "num_stages": 2,
+    }

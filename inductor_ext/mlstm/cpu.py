@@ -76,11 +76,11 @@ def _visible(rows: Tensor, row_ok: Tensor, columns: Tensor, real: Tensor | None)
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """``mlstm.tiles_op.mlstm_tiles``, with its operands and results. It is traced, and never run eagerly.
+    """``mlstm.tiles_op.mlstm_tiles`` in its parallel form. It is traced, and never run eagerly.
 
     rest: floor, the operands of the norm, and scale.
     """
-    floor, norm_weight, norm_bias, *numbers, scale = rest
+    floor, norm_weight, norm_bias, _, _, *numbers, scale, _ = rest
     kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -117,12 +117,10 @@ def backward(
     log_weight: Tensor,
     log_row: Tensor,
     term: Tensor,
-    max_index: Tensor,
-    through_max: Tensor,
-    scale: float,
-    has_max_term: bool,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """``mlstm.tiles_op.mlstm_tiles_backward``, with its operands and results. It is traced, and never run eagerly."""
+    """``mlstm.tiles_op.mlstm_tiles_backward`` in its parallel form. It is traced, and never run eagerly."""
+    *_, scale, _ = rest
     kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -131,32 +129,27 @@ def backward(
     ) -> list[Tensor]:
         dq, of_rows, dk, dv, of_columns = state
         k, v, log_weight = keyed
-        q, e, log_row, term, max_index, through_max, rows, row_ok = others
+        q, e, log_row, term, rows, row_ok = others
         weights = weights_of(log_weight, log_row, _visible(rows, row_ok, columns, real), scale, kind)
         of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term)
-        to_columns = of_log
-        if has_max_term:
-            # This is not a scatter, because Inductor's scatter would add by atomics. Padded rows add zero, and padded
-            # columns are dropped.
-            to_columns = of_log + torch.where(max_index[..., None] == columns, through_max[..., None], 0)
-        added = (of_key, of_value, to_columns.sum(-2)[..., None])
+        added = (of_key, of_value, of_log.sum(-2)[..., None])
         sums = [keys.add(whole, part, columns) for whole, part in zip((dk, dv, of_columns), added, strict=True)]
         return [dq + of_query, of_rows + of_log.sum(-1), *sums]
 
     def block(carry: list[Tensor], xs: list[Tensor], others: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        rows, visits = xs[:8], xs[8:]
+        rows, visits = xs[:6], xs[6:]
         *keyed, every = others
         start = [torch.zeros_like(rows[0]), torch.zeros_like(rows[3]), *carry]
         dq, of_rows, *sums = keys.fold(segment, start, visits, keyed, every, rows)
         return sums, [dq, of_rows]
 
-    of_rows = [query.to(kind), grad.to(kind), log_row, term, max_index, through_max]
+    of_rows = [query.to(kind), grad.to(kind), log_row, term]
     xs = [*(blocks.split(x) for x in of_rows), blocks.positions(), blocks.valid(), *visits]
     init = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in (key, value, key[..., :1])]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
     (dk, dv, of_columns), (dq, row_sums) = scan(block, init, xs, others, blocks.length)
     grads = (x.to(query.dtype) for x in (blocks.join(dq), dk, dv))
-    return *grads, blocks.join(row_sums), of_columns[..., 0]
+    return *grads, blocks.join(row_sums), of_columns[..., 0], of_columns.new_empty(0)
 
 
 def _positions(query: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lowerings of ``gradfuse::mlstm_tiles`` and its backward onto ``mlstm_forward.py.jinja`` and ``mlstm_backward.py.jinja``.
+"""Lowerings of the ops of mLSTM onto the templates of ``templates/mlstm/``.
 
 For dtypes and widths that the templates do not support, the eager code of the op runs, in blocks of rows. On CPU tensors
 ``mlstm/cpu.py`` has already replaced the ops.
@@ -22,7 +22,8 @@ from ..torch_api.ir import contiguous_strides, full, node_layout, realize, reali
 from ..torch_api.lowering import V, empty, empty_strided
 from ..torch_api.sizes import Mod
 from ..torch_api.template import SymbolicGridFn, Template
-from .configs import backward_configs, forward_configs
+from .chunks import mlstm_chunk_sums
+from .configs import backward_configs, chunk_sums_config, forward_configs
 from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tiles_backward
 
 NAME = "mlstm"
@@ -43,12 +44,23 @@ def _backward_grid(slices: Any, length: Any, meta: dict[str, Any], *, cdiv: Call
     return slices, key_programs + cdiv(length, meta["BLOCK_M2"]), 1
 
 
-_forward = Template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward"))
-_backward = Template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward"))
+@SymbolicGridFn
+def _chunk_grid(slices: Any, chunks: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
+    tiles = cdiv(meta["QK_HEAD_DIM"], meta["BLOCK_D"]) * cdiv(meta["V_HEAD_DIM"], meta["BLOCK_V"])
+    return slices, chunks, tiles
+
+
+_forward = Template("gradfuse_mlstm_forward", _forward_grid, load("mlstm/mlstm_forward", "mlstm/states"))
+_backward = Template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlstm_backward", "mlstm/states"))
+_chunk_sums = Template("gradfuse_mlstm_chunk_sums", _chunk_grid, load("mlstm/mlstm_chunk_sums"))
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     """The reason why the templates do not support these operands, or None if they do."""
+    return _unsupported_heads(query, value)
+
+
+def _unsupported_heads(query: Any, value: Any, *_: Any) -> str | None:
     dtype = query.get_dtype()
     reason = needs_triton(query)
     if reason is not None:
@@ -61,15 +73,20 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     return None
 
 
-def _template_options(query: Any, value: Any, scale: float) -> dict[str, Any]:
+def _widths(query: Any, value: Any) -> dict[str, int]:
+    return {f"{name}_HEAD_DIM": V.graph.sizevars.guard_int(x.get_size()[-1]) for name, x in (("QK", query), ("V", value))}
+
+
+def _template_options(query: Any, value: Any, scale: float, chunk: int) -> dict[str, Any]:
     sizevars = V.graph.sizevars
-    length = query.get_size()[2]
-    widths = {"QK": sizevars.guard_int(query.get_size()[-1]), "V": sizevars.guard_int(value.get_size()[-1])}
-    rounded = {name: max(16, kernels.next_power_of_two(width)) for name, width in widths.items()}
+    length, widths = query.get_size()[2], _widths(query, value)
+    rounded = {name.replace("HEAD_DIM", "ROUNDED"): max(16, kernels.next_power_of_two(n)) for name, n in widths.items()}
     return {
-        **{f"{name}_HEAD_DIM": width for name, width in widths.items()},
-        **{f"{name}_ROUNDED": width for name, width in rounded.items()},
-        "SAFE_HEAD_DIM": widths == rounded,
+        **widths,
+        **rounded,
+        "CHUNK": chunk,
+        "BLOCK_D": min(32, *rounded.values()),
+        "SAFE_HEAD_DIM": list(widths.values()) == list(rounded.values()),
         "EVEN": sizevars.statically_known_true(sympy.Eq(Mod(length, kernels.LARGEST_TILE), 0)),
         "LOG2_SCALE": math.log2(scale),
         "EXACT_GATES": query.get_dtype().itemsize == 4,
@@ -101,7 +118,8 @@ def lower_forward(*operands: Any) -> Any:
     device = given.query.get_device()
     rows = [require_contiguous(x) for x in (given.log_weight, given.log_max, given.floor)]
     affine = [_none(device) if x is None else require_contiguous(x) for x in (given.norm_weight, given.norm_bias)]
-    query, key, value, *rows_and_affine = [*realize_rows(given[:3]), *realize([*rows, *affine])]
+    chunks = [require_contiguous(x) for x in (given.before, given.reference) if x is not None]
+    query, key, value, *others = [*realize_rows(given[:3]), *realize([*rows, *affine, *chunks])]
     layout = node_layout(0)
     plain = given.norm_weight is None and given.norm_bias is None
     normalised = empty(0, dtype=query.get_dtype(), device=device) if plain else _empty(layout)
@@ -112,7 +130,7 @@ def lower_forward(*operands: Any) -> Any:
     out = run(
         _forward,
         forward_configs(query, value),
-        [query, key, value, *rows_and_affine, *written],
+        [query, key, value, *others, *written],
         written,
         layout,
         _grid_sizes(query),
@@ -121,9 +139,9 @@ def lower_forward(*operands: Any) -> Any:
         BIAS=given.norm_bias is not None,
         EPS=given.eps,
         NORM_EPS=given.norm_eps,
-        **_template_options(query, value, given.scale),
+        **_template_options(query, value, given.scale, given.chunk),
     )
-    note = f"the query has the shape {tuple(query.get_size())}"
+    note = f"{_form(given.chunk)}; the query has the shape {tuple(query.get_size())}"
     record(NAME, "mlstm", "mlstm_forward.py.jinja", note, user_line(V.graph.current_node))
     return out, *written
 
@@ -131,25 +149,53 @@ def lower_forward(*operands: Any) -> Any:
 def lower_backward(*operands: Any) -> Any:
     """Lower ``mlstm_tiles_backward`` to its kernel. The operands and results are those of the op."""
     given = BackwardOperands(*operands)
-    rows = [require_contiguous(x) for x in given[4:9]]
-    query, key, value, grad, *rows = [*realize_rows(given[:4]), *realize(rows)]
+    others = (given.log_weight, given.log_row, given.term, given.before, given.after, given.reference)
+    others = [require_contiguous(x) for x in others if x is not None]
+    query, key, value, grad, *others = [*realize_rows(given[:4]), *realize(others)]
     written = [_empty(node_layout(0)), _empty(node_layout(2)), _row_numbers(query), _row_numbers(query)]
+    later = _row_numbers(query) if given.chunk else empty(0, dtype=torch.float32, device=query.get_device())
+    written += [later] if given.chunk else []
     grad_key = run(
         _backward,
         backward_configs(query, value),
-        [query, key, value, grad, *rows, *written],
+        [query, key, value, grad, *others, *written],
         written,
         node_layout(1),
         _grid_sizes(query),
-        HAS_MAX_TERM=given.has_max_term,
-        **_template_options(query, value, given.scale),
+        **_template_options(query, value, given.scale, given.chunk),
     )
-    grad_query, grad_value, of_rows, of_columns = written
-    note = "the kernel takes two passes and uses no atomics"
+    grad_query, grad_value, of_rows, of_columns = written[:4]
+    note = f"{_form(given.chunk)}; the kernel takes two passes and uses no atomics"
     record(NAME, "mlstm_backward", "mlstm_backward.py.jinja", note, user_line(V.graph.current_node))
-    return grad_query, grad_key, grad_value, of_rows, of_columns
+    return grad_query, grad_key, grad_value, of_rows, of_columns, later
 
 
-_WHAT = "what is quadratic in the length of the op mlstm: fused kernels"
+def _form(chunk: int) -> str:
+    return f"the chunkwise form, {chunk} positions a chunk" if chunk else "the parallel form"
+
+
+def lower_chunk_sums(left: Any, right: Any, column: Any, log_weight: Any, reference: Any, chunk: int, after: bool) -> Any:
+    """Lower ``mlstm_chunk_sums`` to its kernel. The operands and results are those of the op."""
+    rows = realize([require_contiguous(x) for x in (column, log_weight, reference) if x is not None])
+    left, right = realize_rows([left, right])
+    layout = node_layout()
+    return run(
+        _chunk_sums,
+        [chunk_sums_config(left, right)],
+        [left, right, *rows],
+        [],
+        layout,
+        [left.get_size()[0] * left.get_size()[1], layout.size[2]],
+        CHUNK=chunk,
+        AFTER=after,
+        COLUMN=column is not None,
+        FLOAT32_PRECISION=kernels.float32_precision(Target.of(left.get_device())),
+        **_widths(left, right),
+    )
+
+
+_WHAT = "the tiles of the op mlstm, in which rows meet columns: fused kernels"
+_WHAT_OF_CHUNKS = "the sums over chunks of the op mlstm in its chunkwise form: one kernel"
 FORWARD = KernelOp(NAME, _WHAT, mlstm_tiles, lower_forward, unsupported, BLOCKS)
 BACKWARD = KernelOp(NAME, _WHAT, mlstm_tiles_backward, lower_backward, unsupported, BLOCKS)
+CHUNK_SUMS = KernelOp(NAME, _WHAT_OF_CHUNKS, mlstm_chunk_sums, lower_chunk_sums, _unsupported_heads)

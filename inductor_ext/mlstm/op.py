@@ -10,7 +10,7 @@
 
 F_t cancels in ``D_ts - m_t = g_s - M_t`` with ``g = i - F`` and ``M = cummax(g)``. So two scans over the gates give the
 maximum of every row before any score is known, and sums are never rescaled on the way. g and M are kept in float64, because
-F grows to thousands while its differences matter to 1e-6.
+F grows to thousands while its differences matter to 1e-6. Long sequences may be computed chunk by chunk (chunks.py).
 
 The gradient is the one that autograd computes for these formulas, for every eps. In it the normaliser leaves one number per
 row. Let ``delta = dh . h``. Where ``|sum C|`` is the larger of the two, ``dC_ts = (dh_t . v_s - sign(sum C) delta) / n``.
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.fx import working_dtype
+from . import chunks
 from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like
 
 
@@ -103,7 +104,7 @@ def mlstm(
     heads, width = value.shape[1], value.shape[-1]
     weight, bias = (None if x is None else x.reshape(heads, width) for x in (norm_weight, norm_bias))
     fused = norm and not return_states
-    out, _, row_sum, _, log_weight, log_max, _ = mlstm_op(
+    out, _, row_sum, _, log_weight, log_max = mlstm_op(
         query,
         key,
         value,
@@ -161,12 +162,12 @@ def _check(
 # ---------------------------------------------------------------- the op
 
 
-def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``g``, ``M``, the index of the maximum M, and ``exp(-m)``, all [B, N, S]; the index is int32, the others float64."""
+def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``g``, ``M`` and ``exp(-m)``, all [B, N, S] in float64."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
     log_weight = input_gate.double() - decay
-    log_max, max_index = log_weight.cummax(-1)
-    return log_weight, log_max, max_index.to(torch.int32), torch.exp(-(decay + log_max))
+    log_max = log_weight.cummax(-1).values
+    return log_weight, log_max, torch.exp(-(decay + log_max))
 
 
 def decomposed(
@@ -183,10 +184,15 @@ def decomposed(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """The decomposition of the op ``gradfuse::mlstm``: the scans of the gates, and the op ``gradfuse::mlstm_tiles``."""
-    log_weight, log_max, max_index, floor = gate_scans(input_gate, forget_gate)
+    log_weight, log_max, floor = gate_scans(input_gate, forget_gate)
     floor = floor.to(working_dtype(query.dtype))
-    operands = (query, key, value, log_weight, log_max, floor, norm_weight, norm_bias, norm, eps, norm_eps, scale)
-    return (*mlstm_tiles(*operands), log_weight, log_max, max_index)
+    chunk, before, reference = chunks.chunk_size(query, value), None, None
+    if chunk:
+        reference = chunks.references(log_max, chunk)
+        before = chunks.states(key, value, None, log_weight, reference, chunk, after=False)
+    rows = (query, key, value, log_weight, log_max, floor)
+    operands = (*rows, norm_weight, norm_bias, before, reference, norm, eps, norm_eps, scale, chunk)
+    return (*mlstm_tiles(*operands), log_weight, log_max)
 
 
 @torch.library.custom_op("gradfuse::mlstm", mutates_args=())
@@ -202,8 +208,8 @@ def mlstm_op(
     eps: float,
     norm_eps: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, and the index of M."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g and M."""
     return decomposed(
         query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, eps, norm_eps, scale
     )  # fmt: skip
@@ -225,8 +231,7 @@ def _(
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
     row = query.new_empty(query.shape[:3], dtype=working_dtype(query.dtype))
     gate = query.new_empty(query.shape[:3], dtype=torch.float64)
-    max_index = torch.empty_like(gate, dtype=torch.int32)
-    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), max_index
+    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -243,7 +248,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
     if grad is None:
         return (None,) * 11
     query, key, value, input_gate, forget_gate, weight, hidden, *rows = ctx.saved_tensors
-    row_sum, rstd, log_weight, log_max, max_index = rows
+    row_sum, rstd, log_weight, log_max = rows
     kind = row_sum.dtype
     grad, hidden = grad.to(kind), hidden.to(kind)
     grad_weight, grad_bias = (
@@ -263,24 +268,62 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
     normaliser = torch.maximum(row_sum.abs(), floor) + ctx.eps
     term = torch.where(row_sum.abs() >= floor, -delta * row_sum.sign(), 0)
     through_max = -delta * rstd * (ctx.eps / normaliser)
-    grad_query, grad_key, grad_value, of_rows, of_columns = mlstm_tiles_backward(
-        query,
-        key,
-        value,
-        grad_hidden.to(query.dtype),
-        log_weight,
-        log_max - torch.log(rstd / normaliser).double(),
-        term,
-        max_index,
-        through_max,
-        ctx.scale,
-        ctx.eps != 0,
+    log_row = log_max - torch.log(rstd / normaliser).double()
+    grad_hidden = grad_hidden.to(query.dtype)
+    *of_tensors, of_input, of_decay = _gradients(
+        query, key, value, grad_hidden, log_weight, log_max, log_row, term, ctx.scale
     )
-    of_decay = (of_rows + through_max).double() - of_columns
-    later = of_decay.flip(-1).cumsum(-1).flip(-1)
-    grad_forget = (later * torch.sigmoid(-forget_gate.double())).to(forget_gate.dtype)
-    grads = (grad_query, grad_key, grad_value, of_columns.to(input_gate.dtype), grad_forget, grad_weight, grad_bias)
+    if ctx.eps:
+        to_input, to_decay = _through_maximum(through_max, log_weight == log_max)
+        of_input, of_decay = of_input + to_input, of_decay + to_decay
+    grad_forget = (of_decay * torch.sigmoid(-forget_gate.double())).to(forget_gate.dtype)
+    grads = (*of_tensors, of_input.to(input_gate.dtype), grad_forget, grad_weight, grad_bias)
     return (*grads, None, None, None, None)
+
+
+def _gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    log_weight: Tensor,
+    log_max: Tensor,
+    log_row: Tensor,
+    term: Tensor,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, of g (the input gates), and of every step of F, as far as they go through C."""
+    chunk, before, after, reference = chunks.chunk_size(query, value), None, None, None
+    if chunk:
+        reference = chunks.references(log_max, chunk)
+        before = chunks.states(key, value, None, log_weight, reference, chunk, after=False)
+        after = chunks.states(query, grad, term, -log_row, -reference, chunk, after=True)
+    operands = (query, key, value, grad, log_weight, log_row, term, before, after, reference, scale, chunk)
+    *of_tensors, of_rows, of_columns, of_later = mlstm_tiles_backward(*operands)
+    if before is None or after is None or reference is None:
+        return *of_tensors, of_columns, _from_here(of_rows.double() - of_columns)
+    across = chunks.across(before, after, reference, scale)
+    of_decay = chunks.sums_across_positions(of_rows, of_columns, of_later, across, chunk)
+    return *of_tensors, of_columns + of_later, of_decay
+
+
+def _from_here(x: Tensor) -> Tensor:
+    """The sums of x [..., S] over this and all later positions."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def _through_maximum(amounts: Tensor, is_maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of g and of the steps of F if row t passes ``amounts_t`` to the column of its maximum.
+
+    amounts: [B, N, S]. is_maximum: whether the column t is the maximum of row t. Each column that is one gets the amounts of
+    the rows from its own up to the next such column. Returns two tensors in float64.
+    """
+    length = amounts.shape[-1]
+    positions = torch.arange(length, device=amounts.device)
+    following = torch.where(is_maximum, positions, length).flip(-1).cummin(-1).values.flip(-1)
+    from_here = F.pad(_from_here(amounts.double()), (0, 1))
+    from_maximum = F.pad(from_here.gather(-1, following), (0, 1))
+    return from_maximum[..., :-1] - from_maximum[..., 1:], from_here[..., :-1] - from_maximum[..., :-1]
 
 
 mlstm_op.register_autograd(_backward, setup_context=_save)

@@ -1,4 +1,7 @@
-"""The two parts of mLSTM that are quadratic in the length (mlstm/op.py has the formulas), as eager code in blocks of rows.
+"""The two parts of mLSTM in which rows meet columns (mlstm/op.py has the formulas), as eager code in blocks of rows.
+
+In the parallel form a row meets all columns before it. In the chunkwise form it meets those of its chunk, and the others
+through a state (mlstm/chunks.py).
 
 Compiled for a GPU they are the kernels of ``templates/mlstm/``. Compiled for a CPU they are loops over tiles that use the
 functions of this file (``mlstm/cpu.py``).
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.fx import working_dtype
+from .chunks import parts
 
 
 class ForwardOperands(NamedTuple):
@@ -25,10 +29,13 @@ class ForwardOperands(NamedTuple):
     floor: Any
     norm_weight: Any
     norm_bias: Any
+    before: Any
+    reference: Any
     norm: bool
     eps: float
     norm_eps: float
     scale: float
+    chunk: int
 
 
 class BackwardOperands(NamedTuple):
@@ -41,10 +48,11 @@ class BackwardOperands(NamedTuple):
     log_weight: Any
     log_row: Any
     term: Any
-    max_index: Any
-    through_max: Any
+    before: Any
+    after: Any
+    reference: Any
     scale: float
-    has_max_term: bool
+    chunk: int
 
 
 #: The number of rows in a block. The eager code needs O(BLOCK * S) memory per head.
@@ -102,13 +110,18 @@ def tile_gradients(
     return grad_scores @ key, grad_scores.mT @ query, (weights * scores).mT @ grad, scores * grad_scores
 
 
-def _visible(rows: slice, device: torch.device) -> Tensor:
-    """The columns that each row sees, of the columns up to the last row: bool [rows, columns]."""
-    return torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=device).tril(rows.start)
+def _visible(rows: slice, columns: slice, device: torch.device) -> Tensor:
+    """The columns that each row sees: bool [rows, columns]."""
+    return torch.ones(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=device).tril(
+        rows.start - columns.start
+    )
 
 
-def _blocks(length: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+def _blocks(length: int, chunk: int) -> list[tuple[slice, slice]]:
+    """The blocks of rows, which are the chunks if there are any, and the columns that each of them meets in a tile."""
+    size = chunk or BLOCK
+    rows = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return [(x, slice(x.start if chunk else 0, x.stop)) for x in rows]
 
 
 @torch.library.custom_op("gradfuse::mlstm_tiles", mutates_args=())
@@ -121,15 +134,19 @@ def mlstm_tiles(
     floor: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
+    before: Tensor | None,
+    reference: Tensor | None,
     norm: bool,
     eps: float,
     norm_eps: float,
     scale: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``C_ts = scale (q_t . k_s) exp(g_s - M_t)`` for s <= t, its row sums, h and its layer norm.
 
     query, key: [B, N, S, D], and value: [B, N, S, Dv]. log_weight (g) and log_max (M): [B, N, S] float64. floor: [B, N, S],
-    the smallest value of the normaliser before eps is added. norm_weight, norm_bias: [N, Dv].
+    the smallest value of the normaliser before eps is added. norm_weight, norm_bias: [N, Dv]. chunk: the number of positions
+    in a chunk, or 0 for the parallel form; before and reference are then None, and else as in mlstm/chunks.py.
 
     Returns out [B, N, S, Dv], which is h itself unless ``norm``; the normalised h if weight or bias make it differ from out,
     else an empty tensor; and two numbers per row, [B, N, S] in fp32 (float64 for float64): sum_s C, and 1 / standard
@@ -140,14 +157,19 @@ def mlstm_tiles(
     affine = norm_weight is not None or norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
     rstd = torch.empty_like(row_sum)
-    for rows in _blocks(query.shape[2]):
-        until = slice(0, rows.stop)
-        q, k, v = (x.to(kind) for x in (query[:, :, rows], key[:, :, until], value[:, :, until]))
-        visible = _visible(rows, query.device)
-        combined = (q @ k.mT) * weights_of(log_weight[..., until], log_max[..., rows], visible, scale, kind)
-        row_sum[:, :, rows] = combined.sum(-1)
+    for i, (rows, columns) in enumerate(_blocks(query.shape[2], chunk)):
+        q, k, v = (x.to(kind) for x in (query[:, :, rows], key[:, :, columns], value[:, :, columns]))
+        visible = _visible(rows, columns, query.device)
+        combined = (q @ k.mT) * weights_of(log_weight[..., columns], log_max[..., rows], visible, scale, kind)
+        hidden, sums = combined @ v, combined.sum(-1)
+        if before is not None and reference is not None:
+            matrix, vector = parts(before[:, :, i], value.shape[-1])
+            weights = scale * torch.exp(reference[..., i, None] - log_max[..., rows]).to(kind)
+            hidden = hidden + weights[..., None] * (q @ matrix)
+            sums = sums + weights * (q @ vector[..., None])[..., 0]
+        row_sum[:, :, rows] = sums
         finished, plain, rstd[:, :, rows] = normalised_rows(
-            combined @ v, row_sum[:, :, rows], floor[:, :, rows], norm_weight, norm_bias, norm, eps, norm_eps
+            hidden, sums, floor[:, :, rows], norm_weight, norm_bias, norm, eps, norm_eps
         )
         out[:, :, rows] = finished.to(out.dtype)
         if affine:
@@ -174,45 +196,57 @@ def mlstm_tiles_backward(
     log_weight: Tensor,
     log_row: Tensor,
     term: Tensor,
-    max_index: Tensor,
-    through_max: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    reference: Tensor | None,
     scale: float,
-    has_max_term: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, and of log C summed over rows and over columns.
 
     With ``W_ts = scale exp(g_s - log_row_t)`` for s <= t and ``dP_ts = grad_t . v_s + term_t``, the gradient of the scores
     q . k is ``dS = W dP``, the gradient of log C is ``(q . k) dS``, and the gradient of value is ``(W (q . k))^T grad``.
 
-    query, key [B, N, S, D], value and grad [B, N, S, Dv]; log_weight and log_row [B, N, S] float64; term and through_max
-    [B, N, S]; max_index [B, N, S] int32, which never decreases along S. If ``has_max_term``, through_max_t is added to the
-    sum of the column max_index_t <= t. Returns the three gradients in the layouts of ``rows_like``, then the row sums and
-    the column sums [B, N, S] in fp32 (float64 for float64).
+    query, key [B, N, S, D], value and grad [B, N, S, Dv]; log_weight and log_row [B, N, S] float64; term [B, N, S]. chunk:
+    as in ``mlstm_tiles``. Returns the three gradients in the layouts of ``rows_like``, and three sums of the gradient of
+    log C, [B, N, S] in fp32 (float64 for float64): over all columns of each row; over the rows of each column that are in
+    its chunk; and over those in later chunks (empty in the parallel form).
     """
     kind = working_dtype(query.dtype)
-    batch, heads, length, _ = query.shape
     grads = [torch.zeros_like(x, dtype=kind) for x in (query, key, value)]
-    of_rows = torch.zeros(batch, heads, length, dtype=kind, device=query.device)
-    of_columns = torch.zeros_like(of_rows)
-    for rows in _blocks(length):
-        until = slice(0, rows.stop)
-        q, e, k, v = (x.to(kind) for x in (query[:, :, rows], grad[:, :, rows], key[:, :, until], value[:, :, until]))
-        weights = weights_of(log_weight[..., until], log_row[..., rows], _visible(rows, query.device), scale, kind)
+    of_rows, of_columns, of_later = (torch.zeros(query.shape[:3], dtype=kind, device=query.device) for _ in range(3))
+    for i, (rows, columns) in enumerate(_blocks(query.shape[2], chunk)):
+        q, e, k, v = (x.to(kind) for x in (query[:, :, rows], grad[:, :, rows], key[:, :, columns], value[:, :, columns]))
+        visible = _visible(rows, columns, query.device)
+        weights = weights_of(log_weight[..., columns], log_row[..., rows], visible, scale, kind)
         of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term[:, :, rows])
         grads[0][:, :, rows] = of_query
-        grads[1][:, :, until] += of_key
-        grads[2][:, :, until] += of_value
+        grads[1][:, :, columns] += of_key
+        grads[2][:, :, columns] += of_value
         of_rows[:, :, rows] = of_log.sum(-1)
-        of_columns[:, :, until] += of_log.sum(-2)
-    if has_max_term:
-        of_columns.scatter_add_(-1, max_index.long(), through_max)
+        of_columns[:, :, columns] += of_log.sum(-2)
+        if before is not None and after is not None and reference is not None:
+            matrix, vector = parts(before[:, :, i], value.shape[-1])
+            weights = scale * torch.exp(reference[..., i, None] - log_row[..., rows]).to(kind)
+            of_query = weights[..., None] * (e @ matrix.mT + term[:, :, rows, None] * vector[..., None, :])
+            grads[0][:, :, rows] += of_query
+            of_rows[:, :, rows] += (q * of_query).sum(-1)
+            matrix, vector = parts(after[:, :, i], value.shape[-1])
+            weights = scale * torch.exp(log_weight[..., columns] - reference[..., i + 1, None]).to(kind)
+            of_key = weights[..., None] * (v @ matrix.mT + vector[..., None, :])
+            grads[1][:, :, columns] += of_key
+            grads[2][:, :, columns] += weights[..., None] * (k @ matrix)
+            of_later[:, :, columns] = (k * of_key).sum(-1)
     widths = (query.shape[-1], query.shape[-1], value.shape[-1])
     rounded = [rows_like(query, width).copy_(x) for width, x in zip(widths, grads, strict=True)]
-    return *rounded, of_rows, of_columns
+    return *rounded, of_rows, of_columns, of_later if chunk else of_later.new_empty(0)
 
 
 @mlstm_tiles_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    widths = (query.shape[-1], query.shape[-1], value.shape[-1])
+def _(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = BackwardOperands(*operands)
+    query, width = given.query, given.query.shape[-1]
     row = query.new_empty(query.shape[:3], dtype=working_dtype(query.dtype))
-    return *(rows_like(query, width) for width in widths), row, torch.empty_like(row)
+    later = torch.empty_like(row) if given.chunk else row.new_empty(0)
+    rows = (row, torch.empty_like(row), later)
+    return *(rows_like(query, n) for n in (width, width, given.value.shape[-1])), *rows

@@ -1,0 +1,158 @@
+"""The chunkwise form: its formulas in float64, its kernels, and when it is chosen."""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inductor_ext.mlstm import chunks, configs, lowering
+from inductor_ext.mlstm.op import mlstm, mlstm_reference
+from tests.attention.case import relative_error
+from tests.support import snapshots
+from tests.support.emitted import body
+from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+
+from .case import Case
+from .test_compiled import compiled, emitted
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Call it with the number of positions in a chunk; from then on the chunkwise form is used."""
+    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda query, value: chunk)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 32, which divide a chunk of 32."""
+    monkeypatch.setattr(lowering, "forward_configs", lambda *_: [configs._forward(32, 32, 4, 1)])
+    monkeypatch.setattr(lowering, "backward_configs", lambda *_: [configs._backward(32, 32, 32, 32, 4, 1)])
+
+
+def check(case, device):
+    """Compile and check. In the interpreter the scan over chunks, which has tests of its own, is slow."""
+    on_gpu = device == "cuda"
+    options = {} if on_gpu else {"options": {"disable": ["linear_scan"]}}
+    with contextlib.nullcontext() if on_gpu else triton_on_cpu():
+        case.check(compiled(case, **options), "cuda" if on_gpu else "cpu", draws=16 if on_gpu else 4)
+
+
+@pytest.mark.parametrize("eps, norm", itertools.product([0, 1e-2], [True, False]))
+@pytest.mark.parametrize("length, chunk", [(97, 32), (128, 32), (97, 1), (33, 64), (40, 13)])
+def test_the_formula_in_float64(length, chunk, eps, norm, chunked):
+    chunked(chunk)
+    case = Case(length=length, eps=eps, norm=norm, dtype=torch.float64)
+    errors, _ = case.errors(lambda *operands: case.call(mlstm, *operands))
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.parametrize("shift, forget", itertools.product([-20.0, 20.0], [-20.0, 20.0]))
+def test_extreme_gates(shift, forget, chunked):
+    """There is no inf and no NaN, and the result is as exact as the problem allows. (Some of its gradients are not: they are 0.)"""
+    chunked(32)
+    case = Case(length=130, shift=shift, spread=1.0)
+    *heads, input_gate, forget_gate, weight, bias = operands = case.operands()
+    y = case.call(mlstm, *heads, input_gate, forget_gate + forget, weight, bias)
+    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y.sum(), operands)))
+    exact = [x.detach().double() for x in operands]
+    exact[4] += forget
+    want = case.call(mlstm_reference, *exact)
+    formula = case.call(mlstm_reference, *(x.float() for x in exact))
+    assert relative_error(y, want) < max(1e-5, 1.2 * relative_error(formula, want))
+
+
+def test_closed_input_gates(chunked):
+    """Gates of -inf in all but the first position: their columns weigh nothing, in every chunk."""
+    chunked(8)
+    case = Case(length=30, dtype=torch.float64)
+    *heads, input_gate, forget_gate, weight, bias = case.operands()
+    closed = torch.where(torch.arange(30) % 16 == 0, input_gate, -torch.inf)
+    got = case.call(mlstm, *heads, closed, forget_gate, weight, bias)
+    assert relative_error(got, case.call(mlstm_reference, *heads, closed, forget_gate, weight, bias)) < 1e-11
+
+
+def test_the_first_chunk_may_be_closed(chunked):
+    """Where no gate has been open yet the result is not a number, as in the formula. Later rows do not see this."""
+    chunked(8)
+    case = Case(length=30, dtype=torch.float64)
+    *heads, input_gate, forget_gate, weight, bias = case.operands()
+    closed = torch.where(torch.arange(30) >= 12, input_gate, -torch.inf)
+    got = case.call(mlstm, *heads, closed, forget_gate, weight, bias)[:, :, 12:]
+    assert relative_error(got, case.call(mlstm_reference, *heads, closed, forget_gate, weight, bias)[:, :, 12:]) < 1e-11
+
+
+CASES = {
+    "affine": (Case(), 32),
+    "no_norm": (Case(length=70, norm=False, eps=1e-2, layout="transposed"), 32),
+    "aligned": (Case(length=128, affine=False), 64),
+    "one_chunk": (Case(length=20), 32),
+    "long_memory": (Case(length=160, width=16, value_width=16, heads=1, affine=False, spread=1.0, shift=2.0), 32),
+}
+
+
+@pytest.mark.breadth(1)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name, dtype, device, chunked, small_tiles):
+    case, chunk = CASES[name]
+    chunked(chunk)
+    check(replace(case, dtype=dtype), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "width, dtype", [(w, dtype) for dtype, widest in chunks.WIDEST.items() for w in (16, 40, 64, 80, 128) if w <= widest]
+)
+def test_widths(width, dtype, chunked):
+    chunked(128)
+    case = Case(length=1000, width=width, value_width=width, dtype=dtype, spread=1.0)
+    case.check(compiled(case), "cuda")
+
+
+@pytest.mark.gpu
+def test_ten_runs_are_bitwise_equal(chunked):
+    chunked(128)
+    case = Case(length=1000, width=64, value_width=64, dtype=torch.bfloat16)
+    operands, run = case.operands("cuda"), compiled(case)
+    results = []
+    for _ in range(10):
+        y = run(*operands)
+        results.append([y, *torch.autograd.grad(y.sum(), operands)])
+    assert all(torch.equal(a, b) for other in results for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_lengths(device, chunked, small_tiles):
+    chunked(32)
+    case, on_gpu = Case(heads=1, value_width=16), device == "cuda"
+    run = compiled(case, dynamic=True)
+    with contextlib.nullcontext() if on_gpu else triton_on_cpu():
+        for case.length in (97, 130):
+            case.check(run, "cuda" if on_gpu else "cpu")
+
+
+def test_when_it_is_chosen(monkeypatch):
+    query = torch.empty(1, 2, 100, 16)
+    assert chunks.chunk_size(query, query) == 0
+    monkeypatch.setattr(chunks, "FEWEST_POSITIONS", 100)
+    assert chunks.chunk_size(query, query) == 0, "there is no kernel for this device"
+    with triton_on_cpu():
+        assert chunks.chunk_size(query, query) == chunks.CHUNK
+        assert chunks.chunk_size(query, query[:, :, :99]) == chunks.CHUNK
+        assert chunks.chunk_size(query[:, :, :99], query) == 0
+        assert chunks.chunk_size(query, torch.empty(1, 2, 100, 65)) == 0
+        # float64 has no kernel, and the sums of a state may not fit float16.
+        for dtype in (torch.float64, torch.float16):
+            assert chunks.chunk_size(query.to(dtype), query.to(dtype)) == 0
+
+
+@INTERPRETED
+def test_emitted_kernels(chunked):
+    chunked(128)
+    sources = emitted(length=300, affine=False)
+    for name, source in zip(("before", "forward", "after", "backward"), sources, strict=True):
+        snapshots.check(__file__, f"mlstm_chunks_{name}", body(source))
