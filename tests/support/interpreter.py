@@ -16,6 +16,7 @@ from torch._inductor import config
 from torch._inductor.runtime.hints import HeuristicType
 
 from tests.support.targets import on_target
+from tests.support.whole_tiles import whole_tiles
 
 #: For tests of what only the machine without a GPU emits, and for those that run kernels here or there.
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -171,6 +172,7 @@ def triton_on_cpu(tma=False, **patches):
         stack.enter_context(mock.patch.object(triton_heuristics.CachingAutotuner, "__init__", init))
         guards = torch._C._dynamo.guards
         stack.enter_context(mock.patch.object(guards, "_empty_strided_cpu", _of_garbage(guards._empty_strided_cpu)))
+        stack.enter_context(whole_tiles())
         stack.enter_context(on_target(tma=tma))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
         yield
