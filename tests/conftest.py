@@ -1,7 +1,8 @@
 """Every test starts from a clean Dynamo; without a GPU, Triton kernels run in Triton's interpreter.
 
 ``pytest`` runs the quick suite: every feature and every layer, and of a test with many cases some of them, as its marker
-``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others.
+``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others, and ``pytest -m full --share
+1/3`` a third of them.
 """
 
 import os
@@ -17,9 +18,19 @@ import pytest
 import inductor_ext  # noqa: F401  (registers the backend)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--share", help="I/N: of the tests that the quick suite leaves out, run every N-th from the I-th on")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_breadth(items)
+    if config.getoption("--share"):
+        number, shares = map(int, config.getoption("--share").split("/"))
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        others = set(left_out) - set(left_out[number - 1 :: shares])
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     if not torch.cuda.is_available():
         without = [item for item in items if "gpu" in item.keywords]
         config.hook.pytest_deselected(items=without)
