@@ -178,8 +178,9 @@ def detach_frozen(outer: Inserter, graph: Graph, captured: list[Any]) -> list[An
     while pending:
         node = pending.pop()
         value = fake_tensor(node)
-        carries = value is not None and (value.is_floating_point() or value.is_complex()) and called(node) != "detach"
-        if carries and node not in learned:
+        # A node whose value is not known may carry a gradient.
+        stops = called(node) == "detach" or (value is not None and not (value.is_floating_point() or value.is_complex()))
+        if not stops and node not in learned:
             learned.add(node)
             pending += node.all_input_nodes
     result = []

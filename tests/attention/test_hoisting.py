@@ -144,6 +144,28 @@ def test_a_hoisted_read_that_no_gradient_reaches_is_detached():
     assert relative_error(grad, *torch.autograd.grad(want.sum(), t)) < 1e-5
 
 
+def test_a_gradient_reaches_tables_through_values_that_are_not_known():
+    """score_mods:600000. Hoisting makes nodes of which it does not say what their values are."""
+    t, u = table(5, 2), table(2, 2)
+
+    def score_mod(s, b, h, q, k):
+        x = torch.nn.functional.embedding((k / 4).floor().long(), t)[h] * b * 0.05 + ((q == 0) + (k < q))
+        return (x + u[h, (4 - b * b).long() % 2]) * x
+
+    query = torch.randn(2, 2, 2, 16, requires_grad=True)
+    with eager_graphs():
+        out = torch.compile(lambda q: flex_attention(q, q, q, score_mod=score_mod), backend="gradfuse", fullgraph=True)(
+            query
+        )
+        got = torch.autograd.grad(out.square().sum(), (t, u))
+    b, h, q, k = (torch.arange(n).view([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate((2, 2, 2, 2)))
+    rows = t[(k // 4).expand(2, 2, 2, 2), h.expand(2, 2, 2, 2)]
+    x = rows * b * 0.05 + ((q == 0) | (k < q))
+    want = ((x + u[h, (4 - b * b) % 2]) * x).expand(2, 2, 2, 2).softmax(-1) @ query
+    for mine, exactly in zip(got, torch.autograd.grad(want.square().sum(), (t, u)), strict=True):
+        assert exactly.norm() > 1e-6 and relative_error(mine, exactly) < 1e-4
+
+
 def test_a_term_that_may_hide_a_row_stays():
     frozen, learned = torch.zeros(LENGTH), torch.nn.Parameter(table(LENGTH).detach())
     assert hoisted(lambda s, b, h, q, k: s + frozen[q] + learned[k])["notes"] == ""
