@@ -26,15 +26,22 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     mark_breadth(items)
     if config.getoption("--share"):
-        number, shares = map(int, config.getoption("--share").split("/"))
         left_out = [item for item in items if item.get_closest_marker("full")]
-        others = set(left_out) - set(left_out[number - 1 :: shares])
+        others = set(left_out) - set(share_of(left_out, config.getoption("--share")))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     if not torch.cuda.is_available():
         without = [item for item in items if "gpu" in item.keywords]
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def share_of(items, share):
+    """The items of a share, which is written I/N: every N-th from the I-th on."""
+    number, shares = map(int, share.split("/"))
+    if not 1 <= number <= shares:
+        raise pytest.UsageError(f"--share {share}: shares are numbered from 1 to {shares}")
+    return items[number - 1 :: shares]
 
 
 def mark_breadth(items):

@@ -56,7 +56,7 @@ def test_every_kernel_op_is_replaced_and_can_be_disabled(kernel):
 
 
 def test_a_disabled_kernel_runs_the_ops_own_code():
-    from inductor_ext.scan.linear_scan import linear_scan
+    from inductor_ext.core.linear_scan import linear_scan
 
     def run(x):
         return linear_scan(None, x, list(x.shape), 1, False, torch.float32)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.fx import working_dtype
+from ..core.linear_scan import linear_scan
 from ..core.target import Target
 
 #: The number of positions in a chunk. Tiles divide it.
@@ -75,8 +76,7 @@ def states(
     decay = (reference[..., :-2] - reference[..., 1:-1]) if not after else (reference[..., 2:] - reference[..., 1:-1])
     decay = decay.exp().to(sums.dtype).flatten(0, 1)[..., None].expand(-1, -1, sums.shape[-1])
     flat = sums.flatten(0, 1)
-    scan = torch.ops.gradfuse.linear_scan.default
-    return scan(decay, flat, list(sums.shape), 2, after, sums.dtype) if flat.shape[1] > 1 else sums
+    return linear_scan(decay, flat, list(sums.shape), 2, after, sums.dtype) if flat.shape[1] > 1 else sums
 
 
 def parts(states: Tensor, width: int) -> tuple[Tensor, Tensor]:

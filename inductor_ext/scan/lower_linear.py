@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..core.kernel_op import KernelOp
+from ..core.linear_scan import accumulator, linear_scan
 from ..core.templates import load, run
 from ..torch_api.ir import node_layout, realize
 from ..torch_api.sizes import hint
 from ..torch_api.template import SymbolicGridFn, Template
-from .linear_scan import accumulator, linear_scan
 
 
 @SymbolicGridFn
@@ -46,7 +46,7 @@ def _choose(sizes: Sequence[Any], itemsize: int) -> dict[str, Any]:
 
 
 def lower(coefficients: Any, inputs: Any, shape: Sequence[Any], dim: int, reverse: bool, dtype: torch.dtype) -> Any:
-    """Lower the op to its kernel. The operands and the result are those of ``scan.linear_scan.linear_scan``."""
+    """Lower the op to its kernel. The operands and the result are those of ``core.linear_scan.linear_scan``."""
     operands = [x for x in realize([coefficients, inputs]) if x is not None]
     sizes = inputs.get_size()
     template_options = {

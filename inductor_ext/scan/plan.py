@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.linear_scan import supported
 from ..core.report import record, traced_line
 from . import scan_backward, scan_forward
 from .associative import long_and_few
-from .linear_scan import supported
 
 NAME = "scans"
 

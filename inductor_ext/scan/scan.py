@@ -10,8 +10,8 @@ entry of J that is zero for all values (its two leaves do not interact) is not a
 do not interact are scanned separately. Tensors are joined along time by padding and ``where``, never by concatenation. These
 ops are pointwise, so Inductor fuses them into the scan.
 
-Over many channels there are special kernels. ``scan_forward.py`` runs the forward, and ``linear_scan.py`` runs the forward
-of a gated recurrence. ``linear_scan.py`` also runs the gradient of a group of one leaf, and ``scan_backward.py`` the
+Over many channels there are special kernels. ``scan_forward.py`` runs the forward, and the core's linear_scan the forward
+of a gated recurrence. The latter also runs the gradient of a group of one leaf, and ``scan_backward.py`` the
 gradient of leaves that interact.
 """
 
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ..core.depend import depend
 from ..core.fx import working_dtype
+from ..core.linear_scan import scanned
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, padded
 from .captured import Captured, unrounded_gradients
-from .linear_scan import scanned
 from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
 

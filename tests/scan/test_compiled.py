@@ -9,7 +9,7 @@ import torch
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._inductor.utils import run_and_get_code
 
-from inductor_ext.scan.linear_scan import linear_scan
+from inductor_ext.core.linear_scan import linear_scan
 from inductor_ext.torch_api.higher_order import associative_scan_hop
 from tests.attention.case import relative_error
 from tests.support.emitted import kernels_of
@@ -31,7 +31,7 @@ from .test_scan import (
 
 associative_module = importlib.import_module("inductor_ext.scan.associative")
 channels_module = importlib.import_module("inductor_ext.core.channels")
-linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
+linear_scan_module = importlib.import_module("inductor_ext.core.linear_scan")
 
 #: These tests run on every version of torch, because Dynamo, AOTAutograd and code generation differ between versions.
 DEVICES = [pytest.param("interpreter", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+from inductor_ext.core.linear_scan import linear_scan
 from inductor_ext.scan import lower_linear as linear_scan_lowering
-from inductor_ext.scan.linear_scan import linear_scan
 from tests.attention.case import relative_error
 from tests.support import snapshots
 from tests.support.emitted import body, kernels_of

@@ -14,7 +14,7 @@ from tests.attention.case import relative_error
 
 # In the package, the module's name is bound to the op.
 associative_module = importlib.import_module("inductor_ext.scan.associative")
-linear_scan_module = importlib.import_module("inductor_ext.scan.linear_scan")
+linear_scan_module = importlib.import_module("inductor_ext.core.linear_scan")
 plan_module = importlib.import_module("inductor_ext.scan.plan")
 linear_scan = linear_scan_module.linear_scan
 

@@ -38,11 +38,10 @@ def _reduce(operation, inputs):
     while (length := parts[0].shape[axis]) > 1:
         left, right = ([np.take(x, range(start, length, 2), axis) for x in parts] for start in (0, 1))
         parts = _combined(operation, left, right, dtypes)
-    if operation.keep_dims:
-        rank = parts[0].ndim if operation.axis is not None else len(inputs[0].handle.data.shape)
-        parts = [x.reshape(x.shape if operation.axis is not None else [1] * rank) for x in parts]
-    else:
-        parts = [x.item() if operation.axis is None else x.squeeze(axis) for x in parts]
+    if operation.axis is None:
+        parts = [x.reshape([1] * inputs[0].handle.data.ndim) if operation.keep_dims else x.item() for x in parts]
+    elif not operation.keep_dims:
+        parts = [x.squeeze(axis) for x in parts]
     return [operation.to_tensor(x, dtype) for x, dtype in zip(parts, dtypes, strict=True)]
 
 
@@ -61,6 +60,7 @@ def _scan(operation, inputs):
 
 
 def _unless_patched(patch_lang):
+    """Patch the language for a kernel, and not again for the functions that it calls."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,6 +1,6 @@
 """The linear recurrence ``y_t = x_t + c_t y_{t-1}``.
 
-The gradient of every scan is such a recurrence, and a gated recurrence is one itself.
+The gradient of every scan is such a recurrence, a gated recurrence is one itself, and so are the states of mLSTM in chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import channels
-from ..core.fx import working_dtype
+from . import channels
+from .fx import working_dtype
 
 #: Fewer rows along time do not fill a GPU, because each row is scanned by one warp.
 FEWEST_ROWS = 512

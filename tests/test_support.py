@@ -1,0 +1,73 @@
+"""What the tests themselves rely on: the shares of the suite, and the fast reductions and scans of Triton's interpreter."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import share_of
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
+from tests.support.whole_tiles import _reduce, _scan
+
+if not torch.cuda.is_available():
+    from triton.runtime.interpreter import ReduceOps, ScanOps
+
+    GENERIC_REDUCE, GENERIC_SCAN = ReduceOps.generic_reduce, ScanOps.generic_scan
+
+
+def test_the_shares_are_all_tests_and_share_none():
+    items = list(range(1004))
+    shares = [share_of(items, f"{i}/3") for i in (1, 2, 3)]
+    assert sorted(itertools.chain(*shares)) == items
+    for wrong in ("0/3", "4/3"):
+        with pytest.raises(pytest.UsageError, match="numbered from 1 to 3"):
+            share_of(items, wrong)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("shape", [(1,), (8,), (4, 8), (2, 4, 8)])
+@pytest.mark.parametrize("keep_dims", [False, True])
+def test_whole_tiles_are_combined_as_their_elements_are(shape, keep_dims):
+    """The affine maps of a recurrence, whose order matters, against the interpreter's own loops over elements."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    class Affine:
+        @staticmethod
+        def fn(a1, b1, a2, b2):
+            return a1 * a2, b1 * a2 + b2
+
+    rng = np.random.default_rng(0)
+    axes = range(len(shape))
+    with triton_on_cpu():
+        patched = interpreter._patch_lang(type("Kernel", (), {"__globals__": {"tl": tl}}))
+        try:
+            make = interpreter.ReduceScanOpInterface(0, Affine).to_tensor
+            inputs = tuple(make(rng.standard_normal(shape).astype(np.float32), tl.float32) for _ in range(2))
+            # Over all axes only for vectors, because of several operands the interpreter flattens the first one alone.
+            for axis in (*axes, *([None] if len(shape) == 1 else [])):
+                operation = interpreter.ReduceOps(axis, Affine, keep_dims)
+                _agree(_reduce(operation, inputs), GENERIC_REDUCE(operation, inputs))
+            for axis in axes:
+                operation = interpreter.ScanOps(axis, Affine, False)
+                _agree(_scan(operation, inputs), GENERIC_SCAN(operation, inputs))
+        finally:
+            patched.restore()
+
+
+def _agree(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.type == b.type and np.shape(a.handle.data) == np.shape(b.handle.data)
+        np.testing.assert_allclose(a.handle.data, b.handle.data, rtol=1e-5, atol=1e-6)
+
+
+@INTERPRETED
+def test_the_language_is_as_before_after_a_kernel():
+    import triton.language as tl
+
+    load = tl.load
+    with triton_on_cpu():
+        x = torch.randn(300)
+        assert torch.equal(torch.compile(lambda x: x.cummax(0).values)(x), x.cummax(0).values)
+    assert tl.load is load
