@@ -55,13 +55,12 @@ def count(length: int, chunk: int) -> int:
 def references(log_max: Tensor, chunk: int) -> Tensor:
     """``r`` [B, N, chunks + 1] for M [B, N, S].
 
-    Nothing is before the first chunk, and M is -inf where every gate so far is. There r is so small that whatever it weighs
-    gets the weight 0, but finite.
+    Nothing is before the first chunk, and r_0 is the first M, so that no exponent is positive. M is -inf where every gate so
+    far is. There r is finite, so that whatever it weighs gets the weight 0.
     """
     length = log_max.shape[2]
     edges = torch.arange(0, count(length, chunk) + 1, device=log_max.device) * chunk - 1
-    reference = log_max[..., edges.clamp(min=0, max=length - 1)]
-    return torch.where(edges < 0, -LARGE, reference.clamp(min=-LARGE))
+    return log_max[..., edges.clamp(min=0, max=length - 1)].clamp(min=-LARGE)
 
 
 def states(

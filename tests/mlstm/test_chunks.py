@@ -88,7 +88,8 @@ CASES = {
     "no_norm": (Case(length=70, norm=False, eps=1e-2, layout="transposed"), 32),
     "aligned": (Case(length=128, affine=False), 64),
     "one_chunk": (Case(length=20), 32),
-    "long_memory": (Case(length=160, width=16, value_width=16, heads=1, affine=False, spread=1.0, shift=2.0), 32),
+    # In bf16 a state must not be rounded once: the gradient of the query would have twice the error that is allowed.
+    "long_memory": (Case(length=256, width=32, value_width=32, heads=1, affine=False, spread=1.0, shift=2.0), 32),
 }
 
 
@@ -99,7 +100,7 @@ IN_HALF = ["long_memory"] if not torch.cuda.is_available() else list(CASES)
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name, dtype", [(name, torch.float32) for name in CASES] + [(name, torch.bfloat16) for name in IN_HALF]
+    "name, dtype", [(name, torch.bfloat16) for name in IN_HALF] + [(name, torch.float32) for name in CASES]
 )
 def test_kernels(name, dtype, device, chunked, small_tiles):
     case, chunk = CASES[name]
