@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inductor_ext.mlstm.op import mlstm
+from inductor_ext.mlstm.api import mlstm
 
 from .runner import Case, gradfuse, run_suite, stock
 

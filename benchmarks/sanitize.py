@@ -139,7 +139,7 @@ def _scans() -> None:
 
 
 def _mlstm() -> None:
-    from inductor_ext.mlstm.op import mlstm
+    from inductor_ext.mlstm.api import mlstm
 
     for width in (32, 80, 128):
         heads = [_leaf(2, 3, LENGTH, width) for _ in range(3)]
@@ -149,7 +149,7 @@ def _mlstm() -> None:
 
 def _few() -> None:
     """One small call of an attention, a gather, a scan and an mLSTM: as much as initcheck can watch."""
-    from inductor_ext.mlstm.op import mlstm
+    from inductor_ext.mlstm.api import mlstm
 
     order = torch.randn(96, device="cuda").argsort()
     _step(

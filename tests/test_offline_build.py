@@ -339,3 +339,14 @@ def test_mlstm_builds_without_spills(width, dtype, arch, builder):
         warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
         built = builder.build(source, arch, warps, stages)
         built.check(MLSTM_SPILLS.get((width, dtype, arch, direction), 0))
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("width, dtype, spills", [(128, BF16, 200), (64, FP32, 0)])
+def test_mlstm_with_states_builds(width, dtype, spills, builder):
+    """The widest heads in chunks, and more than one chunk. Only the backward may spill, by ``spills`` bytes."""
+    with on_target(architecture=90):
+        sources = emitted(width, width, dtype, length=256, first=True, last=True)
+    for source, most in zip(sources, (0, 0, 0, spills), strict=True):
+        warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
+        builder.build(source, 90, warps, stages).check(most)

@@ -46,6 +46,7 @@ def test_a_wrong_type_of_an_inductor_option_is_inductors_error():
         compiled(options={"max_autotune": 3})
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_every_mode_of_inductor(mode):
     assert torch.equal(compiled(mode=mode), torch.ones(3).sin())

@@ -3,7 +3,7 @@
 ``mlstm`` is the op. ``MLSTMCell`` is the layer around it, with its headwise norm.
 """
 
+from .api import mlstm
 from .cell import MLSTMCell
-from .op import mlstm
 
 __all__ = ["MLSTMCell", "mlstm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .op import mlstm
+from .api import mlstm
 
 
 class MLSTMCell(nn.Module):

@@ -1,9 +1,10 @@
 """mLSTM on CPU tensors as blocked dense math, forward and backward.
 
 This pass runs on the forward graph and on the backward graph after AOTAutograd, in which ``gradfuse::mlstm_tiles`` and its
-backward are two nodes. Each node becomes ATen ops on a block of queries and a segment of keys, in loops over the blocks and
-over the segments up to the diagonal. Inductor compiles them to C++. The memory is linear in the length. No op adds in place
-or by atomics, so the results are always deterministic.
+backward are two nodes. In the parallel form each node becomes ATen ops on a block of queries and a segment of keys, in loops
+over the blocks and over the segments up to the diagonal. In the chunkwise form it becomes ATen ops on all chunks at once.
+Inductor compiles them to C++. The memory is linear in the length. No op adds in place or by atomics, so the results are
+always deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from ..core.replace_node import replace_node
 from ..core.report import record, user_line
 from ..options import Options
 from ..torch_api.config import uses_triton_on_cpu
-from .tiles_op import normalised_rows, tile_gradients, weights_of
+from . import chunk_tiles
+from .tile_math import normalised_rows, tile_gradients, weights_of
+from .tiles_op import BackwardOperands, ForwardOperands
 
 NAME = "mlstm"
 
@@ -37,9 +40,10 @@ def rewrite(gm: GraphModule, options: Options) -> None:
     ):
         for node in gm.graph.find_nodes(op="call_function", target=op):
             if value_of(node.args[0]).device.type == "cpu":
-                where = user_line(node)
+                where, chunk = user_line(node), node.args[-1]
                 _expand(gm, node, function)
-                record(NAME, name, "blocked dense math", f"the tensors are on a CPU; a block has {QUERY_BLOCK} rows", where)
+                of = f"a chunk has {chunk} positions" if chunk else f"a block has {QUERY_BLOCK} rows"
+                record(NAME, name, "blocked dense math", f"the tensors are on a CPU; {of}", where)
 
 
 def _expand(gm: GraphModule, node: Node, function: Callable[..., Any]) -> None:
@@ -73,14 +77,25 @@ def _visible(rows: Tensor, row_ok: Tensor, columns: Tensor, real: Tensor | None)
 # ---------------------------------------------------------------- the functions that are traced
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    """``mlstm.tiles_op.mlstm_tiles`` in its parallel form. It is traced, and never run eagerly.
+def forward(*operands: Any) -> tuple[Tensor, ...]:
+    """``mlstm.tiles_op.mlstm_tiles``. It is traced, and never run eagerly."""
+    given = ForwardOperands(*operands)
+    of_rows = given[:5]
+    if given.chunk:
+        hidden, row_sum = chunk_tiles.row_sums(*of_rows, given.before, given.reference, given.scale, given.chunk)
+    else:
+        hidden, row_sum = _row_sums(*of_rows, given.scale)
+    affine = (given.norm_weight, given.norm_bias)
+    out, normalised, rstd = normalised_rows(hidden, row_sum, given.floor, *affine, given.norm, given.eps, given.norm_eps)
+    dtype = given.query.dtype
+    kept = given.query.new_empty(0) if affine == (None, None) else normalised.to(dtype)
+    return out.to(dtype), kept, row_sum, rstd
 
-    rest: floor, the operands of the norm, and scale.
-    """
-    floor, norm_weight, norm_bias, _, _, *numbers, scale, _ = rest
+
+def _row_sums(
+    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``sum_s C_ts v_s`` and ``sum_s C_ts`` in the parallel form."""
     kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -102,25 +117,27 @@ def forward(
 
     xs = [blocks.split(query.to(kind)), blocks.split(log_max), blocks.positions(), blocks.valid(), *visits]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
-    hidden, row_sum = (blocks.join(x) for x in scan(block, [], xs, others, blocks.length)[1])
-    out, normalised, rstd = normalised_rows(hidden, row_sum, floor, norm_weight, norm_bias, *numbers)
-    affine = norm_weight is not None or norm_bias is not None
-    kept = normalised.to(query.dtype) if affine else query.new_empty(0)
-    return out.to(query.dtype), kept, row_sum, rstd
+    hidden, row_sum = scan(block, [], xs, others, blocks.length)[1]
+    return blocks.join(hidden), blocks.join(row_sum)
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    log_weight: Tensor,
-    log_row: Tensor,
-    term: Tensor,
-    *rest: Any,
+def backward(*operands: Any) -> tuple[Tensor, ...]:
+    """``mlstm.tiles_op.mlstm_tiles_backward``. It is traced, and never run eagerly."""
+    given = BackwardOperands(*operands)
+    of_pairs = given[:7]
+    if given.chunk:
+        states = (given.before, given.after, given.reference)
+        *grads, of_rows, of_columns, of_later = chunk_tiles.gradients(*of_pairs, *states, given.scale, given.chunk)
+    else:
+        *grads, of_rows, of_columns = _gradients(*of_pairs, given.scale)
+        of_later = of_columns.new_empty(0)
+    return *(x.to(given.query.dtype) for x in grads), of_rows, of_columns, of_later
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, log_weight: Tensor, log_row: Tensor, term: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """``mlstm.tiles_op.mlstm_tiles_backward`` in its parallel form. It is traced, and never run eagerly."""
-    *_, scale, _ = rest
+    """What ``mlstm_tiles_backward`` returns in the parallel form, before it is rounded and without the last sums."""
     kind = working_dtype(query.dtype)
     blocks, keys, visits = _loops(query)
 
@@ -148,8 +165,7 @@ def backward(
     init = [torch.zeros(x.shape, dtype=kind, device=x.device) for x in (key, value, key[..., :1])]
     others = [key.to(kind), value.to(kind), log_weight, _positions(query)]
     (dk, dv, of_columns), (dq, row_sums) = scan(block, init, xs, others, blocks.length)
-    grads = (x.to(query.dtype) for x in (blocks.join(dq), dk, dv))
-    return *grads, blocks.join(row_sums), of_columns[..., 0], of_columns.new_empty(0)
+    return blocks.join(dq), dk, dv, blocks.join(row_sums), of_columns[..., 0]
 
 
 def _positions(query: Tensor) -> Tensor:

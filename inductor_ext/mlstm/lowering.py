@@ -20,9 +20,9 @@ from ..core.target import Target
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, full, node_layout, realize, realize_rows, require_contiguous
 from ..torch_api.lowering import V, empty, empty_strided
-from ..torch_api.sizes import Mod
+from ..torch_api.sizes import FloorDiv, Mod
 from ..torch_api.template import SymbolicGridFn, Template
-from .chunks import mlstm_chunk_sums
+from .chunks import fits, mlstm_chunk_sums
 from .configs import backward_configs, chunk_sums_config, forward_configs
 from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tiles_backward
 
@@ -55,9 +55,17 @@ _backward = Template("gradfuse_mlstm_backward", _backward_grid, load("mlstm/mlst
 _chunk_sums = Template("gradfuse_mlstm_chunk_sums", _chunk_grid, load("mlstm/mlstm_chunk_sums"))
 
 
-def unsupported(query: Any, key: Any, value: Any, *_: Any) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, *rest: Any) -> str | None:
     """The reason why the templates do not support these operands, or None if they do."""
-    return _unsupported_heads(query, value)
+    reason, chunk = _unsupported_heads(query, value), rest[-1]
+    if reason is not None or not chunk:
+        return reason
+    dtype, widths = query.get_dtype(), _head_widths(query, value)
+    return None if fits(dtype, *widths) else f"the kernels with states take no heads of the widths {widths} in {dtype}"
+
+
+def _head_widths(query: Any, value: Any) -> list[int]:
+    return [V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value)]
 
 
 def _unsupported_heads(query: Any, value: Any, *_: Any) -> str | None:
@@ -67,14 +75,14 @@ def _unsupported_heads(query: Any, value: Any, *_: Any) -> str | None:
         return reason
     if dtype not in kernels.SUPPORTED_DTYPES:
         return f"dtype {dtype} has no kernel"
-    widest, widths = WIDEST[dtype.itemsize], [V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (query, value)]
+    widest, widths = WIDEST[dtype.itemsize], _head_widths(query, value)
     if max(widths) > widest:
         return f"the head widths of queries and values are {widths}; the kernels take at most {widest}"
     return None
 
 
 def _widths(query: Any, value: Any) -> dict[str, int]:
-    return {f"{name}_HEAD_DIM": V.graph.sizevars.guard_int(x.get_size()[-1]) for name, x in (("QK", query), ("V", value))}
+    return dict(zip(("QK_HEAD_DIM", "V_HEAD_DIM"), _head_widths(query, value), strict=True))
 
 
 def _template_options(query: Any, value: Any, scale: float, chunk: int) -> dict[str, Any]:
@@ -174,21 +182,23 @@ def _form(chunk: int) -> str:
     return f"the chunkwise form, {chunk} positions a chunk" if chunk else "the parallel form"
 
 
-def lower_chunk_sums(left: Any, right: Any, column: Any, log_weight: Any, reference: Any, chunk: int, after: bool) -> Any:
+def lower_chunk_sums(*operands: Any) -> Any:
     """Lower ``mlstm_chunk_sums`` to its kernel. The operands and results are those of the op."""
-    rows = realize([require_contiguous(x) for x in (column, log_weight, reference) if x is not None])
+    left, right, column, log_weight, reference, outer, chunk, after = operands
+    others = realize([require_contiguous(x) for x in (column, log_weight, reference, outer) if x is not None])
     left, right = realize_rows([left, right])
-    layout = node_layout()
+    batch, heads, length, _ = left.get_size()
     return run(
         _chunk_sums,
         [chunk_sums_config(left, right)],
-        [left, right, *rows],
+        [left, right, *others],
         [],
-        layout,
-        [left.get_size()[0] * left.get_size()[1], layout.size[2]],
+        node_layout(),
+        [batch * heads, FloorDiv(length + chunk - 1, chunk)],
         CHUNK=chunk,
         AFTER=after,
         COLUMN=column is not None,
+        OUTER=outer is not None,
         FLOAT32_PRECISION=kernels.float32_precision(Target.of(left.get_device())),
         **_widths(left, right),
     )

@@ -21,7 +21,6 @@ scale of h.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -33,141 +32,14 @@ from . import chunks
 from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like
 
 
-def mlstm_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    input_gate: Tensor,
-    forget_gate: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    norm: bool = True,
-    eps: float = 1e-6,
-    norm_eps: float = 1e-6,
-    scale: float | None = None,
-) -> Tensor:
-    """The formula, computed with its S x S tensors. The operands and the result y are those of ``mlstm``."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    length = query.shape[-2]
-    decay = F.logsigmoid(forget_gate).cumsum(-1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    log_weights = decay[..., :, None] - decay[..., None, :] + input_gate[..., None, :]
-    log_weights = log_weights.masked_fill(~causal, -math.inf)
-    row_max = log_weights.max(-1, keepdim=True).values
-    combined = scale * (query @ key.mT) * torch.exp(log_weights - row_max)
-    normaliser = torch.maximum(combined.sum(-1, keepdim=True).abs(), torch.exp(-row_max)) + eps
-    hidden = combined @ value / normaliser
-    if not norm:
-        return hidden
-    normalised = F.layer_norm(hidden, hidden.shape[-1:], eps=norm_eps)
-    return _affine(normalised, norm_weight, norm_bias)
-
-
-def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    heads, width = normalised.shape[1], normalised.shape[-1]
-    if weight is not None:
-        normalised = normalised * (1 + weight.reshape(heads, 1, width))
-    return normalised if bias is None else normalised + bias.reshape(heads, 1, width)
-
-
-def mlstm(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    input_gate: Tensor,
-    forget_gate: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    norm: bool = True,
-    eps: float = 1e-6,
-    norm_eps: float = 1e-6,
-    scale: float | None = None,
-    return_states: bool = False,
-) -> Any:
-    """The mLSTM cell in its parallel form with its headwise layer norm. Its memory is linear in the length.
-
-    query, key: [B, N, S, D], and value: [B, N, S, Dv], all of one floating dtype. input_gate, forget_gate: [B, N, S], before
-    any activation, of any floating dtype. norm_weight and norm_bias: [N, Dv] or [N * Dv]; a norm_weight of 0 is the
-    identity. scale: 1 / sqrt(D) by default; it must be positive.
-
-    Returns y [B, N, S, Dv] in the dtype of value. With ``return_states`` it returns ``(y, (h, n, m))``: h is like y and has
-    a gradient; n and m are [B, N, S] in fp32 (float64 for float64) and have none. Raises ValueError for operands whose
-    shapes or dtypes do not fit.
-
-    Compiled with gradfuse on a GPU it runs as fused kernels. Otherwise it runs in blocks of rows. The formula is in the
-    docstring of ``inductor_ext/mlstm/op.py`` (Beck et al., xLSTM, 2024).
-    """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    _check(query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, scale)
-    heads, width = value.shape[1], value.shape[-1]
-    weight, bias = (None if x is None else x.reshape(heads, width) for x in (norm_weight, norm_bias))
-    fused = norm and not return_states
-    out, _, row_sum, _, log_weight, log_max = mlstm_op(
-        query,
-        key,
-        value,
-        input_gate,
-        forget_gate,
-        weight if fused else None,
-        bias if fused else None,
-        fused,
-        eps,
-        norm_eps,
-        scale,
-    )
-    if not return_states:
-        return out
-    row_max = (input_gate - log_weight + log_max).detach()
-    normaliser = torch.maximum(row_sum.abs(), torch.exp(-row_max).to(row_sum.dtype)) + eps
-    states = (out, normaliser.detach(), row_max.to(row_sum.dtype))
-    if not norm:
-        return out, states
-    normalised = F.layer_norm(out.to(row_sum.dtype), (width,), eps=norm_eps)
-    return _affine(normalised, weight, bias).to(out.dtype), states
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    input_gate: Tensor,
-    forget_gate: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    norm: bool,
-    scale: float,
-) -> None:
-    if query.dim() != 4 or key.shape != query.shape or value.dim() != 4 or value.shape[:3] != query.shape[:3]:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ValueError(f"mlstm: query and key must be [B, N, S, D] and value [B, N, S, Dv]; got {shapes}")
-    for name, gate in (("input_gate", input_gate), ("forget_gate", forget_gate)):
-        if gate.shape != query.shape[:3]:
-            raise ValueError(f"mlstm: {name} must be [B, N, S] = {tuple(query.shape[:3])}; got {tuple(gate.shape)}")
-    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
-        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
-        raise ValueError(f"mlstm: query, key and value must have one floating dtype; got {dtypes}")
-    for name, vector in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if vector is not None and not norm:
-            raise ValueError(f"mlstm: {name} without norm=True has no meaning")
-        if vector is not None and vector.numel() != value.shape[1] * value.shape[3]:
-            raise ValueError(
-                f"mlstm: {name} must hold N * Dv = {value.shape[1] * value.shape[3]} numbers; got {vector.numel()}"
-            )
-    if not scale > 0:
-        raise ValueError(f"mlstm: scale must be positive; got {scale}")
-
-
-# ---------------------------------------------------------------- the op
-
-
-def gate_scans(input_gate: Tensor, forget_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``g``, ``M`` and ``exp(-m)``, all [B, N, S] in float64."""
+def gate_scans(input_gate: Tensor, forget_gate: Tensor, first_max: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``g``, ``M`` and ``m``, all [B, N, S] in float64. first_max: m of the first state [B, N], if there is one."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
     log_weight = input_gate.double() - decay
     log_max = log_weight.cummax(-1).values
-    return log_weight, log_max, torch.exp(-(decay + log_max))
+    if first_max is not None:
+        log_max = torch.maximum(log_max, first_max[..., None])
+    return log_weight, log_max, decay + log_max
 
 
 def decomposed(
@@ -178,21 +50,27 @@ def decomposed(
     forget_gate: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
+    first: Tensor | None,
+    first_max: Tensor | None,
     norm: bool,
     eps: float,
     norm_eps: float,
     scale: float,
+    wants_last: bool,
 ) -> tuple[Tensor, ...]:
     """The decomposition of the op ``gradfuse::mlstm``: the scans of the gates, and the op ``gradfuse::mlstm_tiles``."""
-    log_weight, log_max, floor = gate_scans(input_gate, forget_gate)
-    floor = floor.to(working_dtype(query.dtype))
-    chunk, before, reference = chunks.chunk_size(query, value), None, None
+    log_weight, log_max, row_max = gate_scans(input_gate, forget_gate, first_max)
+    floor = torch.exp(-row_max).to(working_dtype(query.dtype))
+    chunk, before, reference = chunks.chunk_size(query, value, first is not None or wants_last), None, None
     if chunk:
-        reference = chunks.references(log_max, chunk)
-        before = chunks.states(key, value, None, log_weight, reference, chunk, after=False)
+        reference = chunks.references(log_max, chunk, first_max)
+        before = chunks.states(key, value, None, log_weight, reference, first, chunk, after=False)
     rows = (query, key, value, log_weight, log_max, floor)
     operands = (*rows, norm_weight, norm_bias, before, reference, norm, eps, norm_eps, scale, chunk)
-    return (*mlstm_tiles(*operands), log_weight, log_max)
+    results = (*mlstm_tiles(*operands), log_weight, log_max)
+    if before is None or not wants_last:
+        return *results, floor.new_empty(0), row_max.new_empty(0)
+    return *results, before[:, :, -1].clone(), row_max[..., -1].clone()
 
 
 @torch.library.custom_op("gradfuse::mlstm", mutates_args=())
@@ -204,15 +82,35 @@ def mlstm_op(
     forget_gate: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
+    first: Tensor | None,
+    first_max: Tensor | None,
     norm: bool,
     eps: float,
     norm_eps: float,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g and M."""
+    wants_last: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, and the last state.
+
+    A state is [B, N, D * (Dv + 1)] (``chunks.pack``), and its maximum m is [B, N] in float64. The last one is empty unless
+    it is wanted.
+    """
     return decomposed(
-        query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, eps, norm_eps, scale
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        input_gate,
+        forget_gate,
+        norm_weight,
+        norm_bias,
+        first,
+        first_max,
+        norm,
+        eps,
+        norm_eps,
+        scale,
+        wants_last,
+    )
 
 
 @mlstm_op.register_fake
@@ -224,61 +122,77 @@ def _(
     forget_gate: Tensor,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    *_: Any,
+    *others: Any,
 ) -> tuple[Tensor, ...]:
-    out = rows_like(query, value.shape[-1])
+    out, wants_last = rows_like(query, value.shape[-1]), others[-1]
     affine = norm_weight is not None or norm_bias is not None
     normalised = torch.empty_like(out) if affine else out.new_empty(0)
     row = query.new_empty(query.shape[:3], dtype=working_dtype(query.dtype))
     gate = query.new_empty(query.shape[:3], dtype=torch.float64)
-    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate)
+    state = (*query.shape[:2], query.shape[-1] * (value.shape[-1] + 1)) if wants_last else (0,)
+    last = row.new_empty(state), gate.new_empty(state[:-1] if wants_last else state)
+    return out, normalised, row, torch.empty_like(row), gate, torch.empty_like(gate), *last
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, input_gate, forget_gate, weight, bias, ctx.norm, ctx.eps, ctx.norm_eps, ctx.scale = inputs
-    out, normalised, *rows = output
+    *tensors, ctx.norm, ctx.eps, ctx.norm_eps, ctx.scale, wants_last = inputs
+    query, key, value, input_gate, forget_gate, weight, bias, first, first_max = tensors
+    out, normalised, *rows, last, last_max = output
     hidden = out if weight is None and bias is None else normalised
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(normalised, *rows, *(() if wants_last else (last, last_max)))
     ctx.set_materialize_grads(False)
-    ctx.weight_dtypes = tuple(None if x is None else x.dtype for x in (weight, bias))
-    ctx.save_for_backward(query, key, value, input_gate, forget_gate, weight, hidden, *rows)
+    ctx.affine_dtypes = tuple(None if x is None else x.dtype for x in (weight, bias))
+    saved = (query, key, value, input_gate, forget_gate, weight, first, first_max, hidden, *rows)
+    ctx.save_for_backward(*saved, last if wants_last else None)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 11
-    query, key, value, input_gate, forget_gate, weight, hidden, *rows = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_last, grad_last_max = others[-2:]
+    if grad is None and grad_last is None and grad_last_max is None:
+        return (None,) * 14
+    query, key, value, input_gate, forget_gate, weight, first, first_max, hidden, *rows, last = ctx.saved_tensors
     row_sum, rstd, log_weight, log_max = rows
     kind = row_sum.dtype
-    grad, hidden = grad.to(kind), hidden.to(kind)
-    grad_weight, grad_bias = (
-        None if dtype is None else term.sum((0, 2)).to(dtype)
-        for dtype, term in zip(ctx.weight_dtypes, (grad * hidden, grad), strict=True)
-    )
-    # grad_hidden * rstd is the gradient of h. delta * rstd is the dot product of that gradient with h.
-    grad_hidden, delta = grad, None
-    if ctx.norm:
-        scaled = grad if weight is None else grad * (1 + weight.to(kind)[:, None])
-        along = (scaled * hidden).mean(-1)
-        grad_hidden = scaled - scaled.mean(-1, keepdim=True) - hidden * along[..., None]
-        delta = along * (value.shape[-1] * ctx.norm_eps) * rstd
-    else:
-        delta = (grad * hidden).sum(-1)
+    grad = torch.zeros_like(hidden, dtype=kind) if grad is None else grad.to(kind)
+    grad_hidden, delta, *of_affine = _through_norm(ctx, grad, hidden.to(kind), weight, rstd)
     floor = torch.exp(-(input_gate.double() - log_weight + log_max)).to(kind)
     normaliser = torch.maximum(row_sum.abs(), floor) + ctx.eps
     term = torch.where(row_sum.abs() >= floor, -delta * row_sum.sign(), 0)
     through_max = -delta * rstd * (ctx.eps / normaliser)
     log_row = log_max - torch.log(rstd / normaliser).double()
-    grad_hidden = grad_hidden.to(query.dtype)
-    *of_tensors, of_input, of_decay = _gradients(
-        query, key, value, grad_hidden, log_weight, log_max, log_row, term, ctx.scale
-    )
-    if ctx.eps:
+    pairs = (query, key, value, grad_hidden.to(query.dtype), log_weight, log_row, term)
+    edges = (log_max, first, first_max, grad_last)
+    *of_tensors, of_input, of_decay, of_first = _gradients(*pairs, *edges, ctx.scale)
+    ends = grad_last is not None or grad_last_max is not None
+    if ends:
+        through_max = through_max + _at_the_end(_through_last_max(last, grad_last, grad_last_max), through_max)
+    if ctx.eps or ends:
         to_input, to_decay = _through_maximum(through_max, log_weight == log_max)
         of_input, of_decay = of_input + to_input, of_decay + to_decay
     grad_forget = (of_decay * torch.sigmoid(-forget_gate.double())).to(forget_gate.dtype)
-    grads = (*of_tensors, of_input.to(input_gate.dtype), grad_forget, grad_weight, grad_bias)
-    return (*grads, None, None, None, None)
+    # m of the first state is added to every sum of log gates that begins with the first forget gate, as this gate is.
+    of_first_max = None if first_max is None else of_decay[..., 0]
+    grads = (*of_tensors, of_input.to(input_gate.dtype), grad_forget, *of_affine, of_first, of_first_max)
+    return (*grads, None, None, None, None, None)
+
+
+def _through_norm(
+    ctx: Any, grad: Tensor, hidden: Tensor, weight: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradient of h divided by rstd, delta multiplied by rstd, and the gradients of the norm's weight and bias.
+
+    hidden: h, normalised if there is a norm. delta is the dot product of h and its gradient.
+    """
+    grad_weight, grad_bias = (
+        None if dtype is None else term.sum((0, 2)).to(dtype)
+        for dtype, term in zip(ctx.affine_dtypes, (grad * hidden, grad), strict=True)
+    )
+    if not ctx.norm:
+        return grad, (grad * hidden).sum(-1), grad_weight, grad_bias
+    scaled = grad if weight is None else grad * (1 + weight.to(grad.dtype)[:, None])
+    along = (scaled * hidden).mean(-1)
+    grad_hidden = scaled - scaled.mean(-1, keepdim=True) - hidden * along[..., None]
+    return grad_hidden, along * (hidden.shape[-1] * ctx.norm_eps) * rstd, grad_weight, grad_bias
 
 
 def _gradients(
@@ -287,24 +201,45 @@ def _gradients(
     value: Tensor,
     grad: Tensor,
     log_weight: Tensor,
-    log_max: Tensor,
     log_row: Tensor,
     term: Tensor,
+    log_max: Tensor,
+    first: Tensor | None,
+    first_max: Tensor | None,
+    grad_last: Tensor | None,
     scale: float,
-) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, of g (the input gates), and of every step of F, as far as they go through C."""
-    chunk, before, after, reference = chunks.chunk_size(query, value), None, None, None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key and value, of g (the input gates), of every step of F, and of the first state.
+
+    They are those that go through C, the weights of all pairs of a row and a column.
+    """
+    with_states = first is not None or grad_last is not None
+    chunk, before, after, reference = chunks.chunk_size(query, value, with_states), None, None, None
     if chunk:
-        reference = chunks.references(log_max, chunk)
-        before = chunks.states(key, value, None, log_weight, reference, chunk, after=False)
-        after = chunks.states(query, grad, term, -log_row, -reference, chunk, after=True)
+        reference = chunks.references(log_max, chunk, first_max)
+        before = chunks.states(key, value, None, log_weight, reference, first, chunk, after=False)
+        outer = None if grad_last is None else grad_last / scale
+        after = chunks.states(query, grad, term, -log_row, -reference, outer, chunk, after=True)
     operands = (query, key, value, grad, log_weight, log_row, term, before, after, reference, scale, chunk)
     *of_tensors, of_rows, of_columns, of_later = mlstm_tiles_backward(*operands)
     if before is None or after is None or reference is None:
-        return *of_tensors, of_columns, _from_here(of_rows.double() - of_columns)
+        return *of_tensors, of_columns, _from_here(of_rows.double() - of_columns), None
     across = chunks.across(before, after, reference, scale)
     of_decay = chunks.sums_across_positions(of_rows, of_columns, of_later, across, chunk)
-    return *of_tensors, of_columns + of_later, of_decay
+    of_first = None if first is None else scale * after[:, :, 0]
+    return *of_tensors, of_columns + of_later, of_decay, of_first
+
+
+def _through_last_max(last: Tensor, grad_last: Tensor | None, grad_last_max: Tensor | None) -> Tensor:
+    """The gradient of m at the last position, [B, N], that comes from the last state, which is relative to it, and its m."""
+    through_state = 0.0 if grad_last is None else (grad_last * last).sum(-1)
+    return (0.0 if grad_last_max is None else grad_last_max) - through_state
+
+
+def _at_the_end(amount: Tensor, rows: Tensor) -> Tensor:
+    """``amount`` [B, N] at the last position of [B, N, S], the shape of ``rows``, and zeros elsewhere."""
+    positions = torch.arange(rows.shape[-1], device=rows.device)
+    return torch.where(positions == rows.shape[-1] - 1, amount[..., None], 0)
 
 
 def _from_here(x: Tensor) -> Tensor:
@@ -316,7 +251,8 @@ def _through_maximum(amounts: Tensor, is_maximum: Tensor) -> tuple[Tensor, Tenso
     """The gradients of g and of the steps of F if row t passes ``amounts_t`` to the column of its maximum.
 
     amounts: [B, N, S]. is_maximum: whether the column t is the maximum of row t. Each column that is one gets the amounts of
-    the rows from its own up to the next such column. Returns two tensors in float64.
+    the rows from its own up to the next such column. What the rows before the first such column pass goes to the first
+    state; it is among the gradients of the first step. Returns two tensors in float64.
     """
     length = amounts.shape[-1]
     positions = torch.arange(length, device=amounts.device)

@@ -184,7 +184,7 @@ def fused_cell(
     affine = (_of_heads(x, heads, value.shape[-1]) for x in (weight, bias))
     norm_weight, norm_bias = affine
     norm_weight = None if norm_weight is None else norm_weight - 1
-    y = mlstm_op(query, key, value, *gates, norm_weight, norm_bias, norm, eps, norm_eps, scale)[0]
+    y = mlstm_op(query, key, value, *gates, norm_weight, norm_bias, None, None, norm, eps, norm_eps, scale, False)[0]
     y = copied(y) if returned else y
     return y.transpose(1, 2).reshape(batch * length, -1) if by_group else y
 

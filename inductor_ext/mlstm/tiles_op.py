@@ -1,10 +1,10 @@
 """The two parts of mLSTM in which rows meet columns (mlstm/op.py has the formulas), as eager code in blocks of rows.
 
 In the parallel form a row meets all columns before it. In the chunkwise form it meets those of its chunk, and the others
-through a state (mlstm/chunks.py).
+through a state (mlstm/chunks.py and mlstm/chunk_tiles.py).
 
-Compiled for a GPU they are the kernels of ``templates/mlstm/``. Compiled for a CPU they are loops over tiles that use the
-functions of this file (``mlstm/cpu.py``).
+Compiled for a GPU they are the kernels of ``templates/mlstm/``. Compiled for a CPU they are loops over tiles
+(``mlstm/cpu.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.fx import working_dtype
-from .chunks import parts
+from . import chunk_tiles
+from .tile_math import normalised_rows, tile_gradients, weights_of
 
 
 class ForwardOperands(NamedTuple):
@@ -67,49 +68,6 @@ def rows_like(query: Tensor, width: int) -> Tensor:
     return query.new_empty((batch, heads, length, width))
 
 
-def weights_of(log_weight: Tensor, log_row: Tensor, visible: Tensor, scale: float, kind: torch.dtype) -> Tensor:
-    """``scale exp(g_s - log_row_t)`` of a tile [B, N, rows, columns]. It is 0 where ``visible`` [rows, columns] is false."""
-    exponents = log_weight[..., None, :] - log_row[..., None]
-    return torch.where(visible, scale * torch.exp(exponents.to(kind)), 0)
-
-
-def normalised_rows(
-    hidden: Tensor,
-    row_sum: Tensor,
-    floor: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    norm: bool,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, the normalised h and rstd of some rows.
-
-    hidden: ``sum_s C v`` of the rows, [B, N, rows, Dv]. row_sum: ``sum_s C`` of the rows, [B, N, rows].
-    """
-    hidden = hidden / (torch.maximum(row_sum.abs(), floor) + eps)[..., None]
-    rstd = torch.ones_like(row_sum)
-    if norm:
-        centred = hidden - hidden.mean(-1, keepdim=True)
-        rstd = torch.rsqrt((centred * centred).mean(-1) + norm_eps)
-        hidden = centred * rstd[..., None]
-    out = hidden
-    if norm_weight is not None:
-        out = out * (1 + norm_weight.to(hidden.dtype)[:, None])
-    if norm_bias is not None:
-        out = out + norm_bias.to(hidden.dtype)[:, None]
-    return out, hidden, rstd
-
-
-def tile_gradients(
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, weights: Tensor, term: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The terms that a tile adds to the gradients of query, key and value, and the tile of the gradient of log C."""
-    scores = query @ key.mT
-    grad_scores = weights * (grad @ value.mT + term[..., None])
-    return grad_scores @ key, grad_scores.mT @ query, (weights * scores).mT @ grad, scores * grad_scores
-
-
 def _visible(rows: slice, columns: slice, device: torch.device) -> Tensor:
     """The columns that each row sees: bool [rows, columns]."""
     return torch.ones(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=device).tril(
@@ -117,11 +75,10 @@ def _visible(rows: slice, columns: slice, device: torch.device) -> Tensor:
     )
 
 
-def _blocks(length: int, chunk: int) -> list[tuple[slice, slice]]:
-    """The blocks of rows, which are the chunks if there are any, and the columns that each of them meets in a tile."""
-    size = chunk or BLOCK
-    rows = [slice(start, min(start + size, length)) for start in range(0, length, size)]
-    return [(x, slice(x.start if chunk else 0, x.stop)) for x in rows]
+def _blocks(length: int) -> list[tuple[slice, slice]]:
+    """The blocks of rows, and the columns that each of them meets in a tile."""
+    starts = range(0, length, BLOCK)
+    return [(slice(start, min(start + BLOCK, length)), slice(0, min(start + BLOCK, length))) for start in starts]
 
 
 @torch.library.custom_op("gradfuse::mlstm_tiles", mutates_args=())
@@ -152,29 +109,30 @@ def mlstm_tiles(
     else an empty tensor; and two numbers per row, [B, N, S] in fp32 (float64 for float64): sum_s C, and 1 / standard
     deviation of the norm (1 unless ``norm``).
     """
-    kind = working_dtype(query.dtype)
-    out, row_sum = rows_like(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=kind)
+    if before is not None and reference is not None:
+        of_rows = (query, key, value, log_weight, log_max)
+        hidden, row_sum = chunk_tiles.row_sums(*of_rows, before, reference, scale, chunk)
+    else:
+        hidden, row_sum = _row_sums(query, key, value, log_weight, log_max, scale)
+    finished, plain, rstd = normalised_rows(hidden, row_sum, floor, norm_weight, norm_bias, norm, eps, norm_eps)
+    out = rows_like(query, value.shape[-1]).copy_(finished)
     affine = norm_weight is not None or norm_bias is not None
-    normalised = torch.empty_like(out) if affine else out.new_empty(0)
-    rstd = torch.empty_like(row_sum)
-    for i, (rows, columns) in enumerate(_blocks(query.shape[2], chunk)):
+    return out, torch.empty_like(out).copy_(plain) if affine else out.new_empty(0), row_sum, rstd
+
+
+def _row_sums(
+    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor, log_max: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``sum_s C_ts v_s`` and ``sum_s C_ts`` in the parallel form."""
+    kind = working_dtype(query.dtype)
+    hidden = torch.empty_like(value, dtype=kind)
+    row_sum = query.new_empty(query.shape[:3], dtype=kind)
+    for rows, columns in _blocks(query.shape[2]):
         q, k, v = (x.to(kind) for x in (query[:, :, rows], key[:, :, columns], value[:, :, columns]))
         visible = _visible(rows, columns, query.device)
         combined = (q @ k.mT) * weights_of(log_weight[..., columns], log_max[..., rows], visible, scale, kind)
-        hidden, sums = combined @ v, combined.sum(-1)
-        if before is not None and reference is not None:
-            matrix, vector = parts(before[:, :, i], value.shape[-1])
-            weights = scale * torch.exp(reference[..., i, None] - log_max[..., rows]).to(kind)
-            hidden = hidden + weights[..., None] * (q @ matrix)
-            sums = sums + weights * (q @ vector[..., None])[..., 0]
-        row_sum[:, :, rows] = sums
-        finished, plain, rstd[:, :, rows] = normalised_rows(
-            hidden, sums, floor[:, :, rows], norm_weight, norm_bias, norm, eps, norm_eps
-        )
-        out[:, :, rows] = finished.to(out.dtype)
-        if affine:
-            normalised[:, :, rows] = plain.to(out.dtype)
-    return out, normalised, row_sum, rstd
+        hidden[:, :, rows], row_sum[:, :, rows] = combined @ v, combined.sum(-1)
+    return hidden, row_sum
 
 
 @mlstm_tiles.register_fake
@@ -212,34 +170,33 @@ def mlstm_tiles_backward(
     log C, [B, N, S] in fp32 (float64 for float64): over all columns of each row; over the rows of each column that are in
     its chunk; and over those in later chunks (empty in the parallel form).
     """
+    of_pairs = (query, key, value, grad, log_weight, log_row, term)
+    if before is not None and after is not None and reference is not None:
+        *grads, of_rows, of_columns, of_later = chunk_tiles.gradients(*of_pairs, before, after, reference, scale, chunk)
+    else:
+        *grads, of_rows, of_columns = _gradients(*of_pairs, scale)
+        of_later = of_columns.new_empty(0)
+    rounded = [rows_like(query, x.shape[-1]).copy_(x) for x in grads]
+    return *rounded, of_rows, of_columns, of_later
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, log_weight: Tensor, log_row: Tensor, term: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """What ``mlstm_tiles_backward`` returns in the parallel form, before it is rounded and without the last sums."""
     kind = working_dtype(query.dtype)
     grads = [torch.zeros_like(x, dtype=kind) for x in (query, key, value)]
-    of_rows, of_columns, of_later = (torch.zeros(query.shape[:3], dtype=kind, device=query.device) for _ in range(3))
-    for i, (rows, columns) in enumerate(_blocks(query.shape[2], chunk)):
+    of_rows, of_columns = (torch.zeros(query.shape[:3], dtype=kind, device=query.device) for _ in range(2))
+    for rows, columns in _blocks(query.shape[2]):
         q, e, k, v = (x.to(kind) for x in (query[:, :, rows], grad[:, :, rows], key[:, :, columns], value[:, :, columns]))
         visible = _visible(rows, columns, query.device)
         weights = weights_of(log_weight[..., columns], log_row[..., rows], visible, scale, kind)
-        of_query, of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term[:, :, rows])
-        grads[0][:, :, rows] = of_query
+        grads[0][:, :, rows], of_key, of_value, of_log = tile_gradients(q, k, v, e, weights, term[:, :, rows])
         grads[1][:, :, columns] += of_key
         grads[2][:, :, columns] += of_value
         of_rows[:, :, rows] = of_log.sum(-1)
         of_columns[:, :, columns] += of_log.sum(-2)
-        if before is not None and after is not None and reference is not None:
-            matrix, vector = parts(before[:, :, i], value.shape[-1])
-            weights = scale * torch.exp(reference[..., i, None] - log_row[..., rows]).to(kind)
-            of_query = weights[..., None] * (e @ matrix.mT + term[:, :, rows, None] * vector[..., None, :])
-            grads[0][:, :, rows] += of_query
-            of_rows[:, :, rows] += (q * of_query).sum(-1)
-            matrix, vector = parts(after[:, :, i], value.shape[-1])
-            weights = scale * torch.exp(log_weight[..., columns] - reference[..., i + 1, None]).to(kind)
-            of_key = weights[..., None] * (v @ matrix.mT + vector[..., None, :])
-            grads[1][:, :, columns] += of_key
-            grads[2][:, :, columns] += weights[..., None] * (k @ matrix)
-            of_later[:, :, columns] = (k * of_key).sum(-1)
-    widths = (query.shape[-1], query.shape[-1], value.shape[-1])
-    rounded = [rows_like(query, width).copy_(x) for width, x in zip(widths, grads, strict=True)]
-    return *rounded, of_rows, of_columns, of_later if chunk else of_later.new_empty(0)
+    return *grads, of_rows, of_columns
 
 
 @mlstm_tiles_backward.register_fake

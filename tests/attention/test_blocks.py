@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_relative_shift(name, deterministic):

@@ -102,7 +102,7 @@ def check(case, device, **how):
     return paths(report)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_on_a_cpu(name):
     assert "columns" in check(CASES[name], "cpu")
@@ -150,6 +150,7 @@ def test_a_width_that_changes_keeps_its_table():
     assert error < 1e-5 and set(found) == {"table"}
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("scale", [0.0, 1e-30, -0.5])
 def test_a_scale_of_the_user(scale):
     operands = [torch.randn(B, H, 20, n, requires_grad=True) for n in (16, 16, 16, W, W)]
@@ -231,7 +232,7 @@ KEPT = {
 }
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_keeps_its_table(name):
     found = check(KEPT[name], "cpu")
@@ -263,6 +264,7 @@ INTEGERS = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_products_of_integers(name):
     """No matmul wraps as they do, so that those of pairs are neither columns nor a table."""

@@ -43,7 +43,7 @@ def table(shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, one_pass):
@@ -79,6 +79,7 @@ def test_keys_out_of_bounds_that_the_mask_hides():
     compare(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: k < 60)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("index", "entries", "summed"),
     [

@@ -52,6 +52,7 @@ def test_matches_float64(case, tma, one_pass):
     assert ("tiles added to a strip" if tma else "summed along the diagonals of a tile") in kernels(report)
 
 
+@pytest.mark.breadth(1)
 @INTERPRETED
 @pytest.mark.parametrize(("tma", "deterministic"), [(True, False), (False, False), (False, True)])
 def test_lengths_that_fill_whole_rows(tma, deterministic):
@@ -59,6 +60,7 @@ def test_lengths_that_fill_whole_rows(tma, deterministic):
         image(64, 2, length=128).check("cpu", options={"deterministic": deterministic})
 
 
+@pytest.mark.breadth(1)
 @INTERPRETED
 @pytest.mark.parametrize("width", [64, 128])
 def test_tiles_of_32_queries(width):
@@ -78,7 +80,7 @@ def test_deterministic_matches_float64(case):
     assert "partial sums in a fixed order" in kernels(report)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @INTERPRETED
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("names", [("BLOCK_M",), ("BLOCK_N",), ("bwd_BLOCK_M1", "bwd_BLOCK_N2")], ids="-".join)
@@ -125,6 +127,7 @@ def test_what_becomes_a_table():
     assert "head+image 64" in path_of(diagonal)[0]
 
 
+@pytest.mark.breadth(0)
 def test_images_of_two_widths_have_a_table_each():
     """Their sum would be a table of pairs."""
     distance = lambda t, h, q, k, w: t[h, q // w - k // w + 8, q % w - k % w + w - 1]  # noqa: E731
@@ -156,6 +159,7 @@ def test_tables_of_one_distance_are_small_enough_to_share_one(monkeypatch):
         assert "head+image 64" in why
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "index", ["q // 64 - k // 64", "q % 64 - k % 64", "q // 96 - k // 96", "q // 64 + k // 64", "a product"]
 )

@@ -29,7 +29,7 @@ def cases(names=None, slow=()):
     return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in slow else []) for c in chosen]
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("case", cases(slow=SLOW))
 def test_matches_float64(case):
     with triton_on_cpu():
@@ -78,7 +78,7 @@ SHARING = {
 ONE_WRITER = {"relative_shift", "relative_shift_of_keys", "larger_pair", "relative_shift_that_wraps", "half_of_the_distance"}
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("case", cases(SHARING | ONE_WRITER))
 def test_shared_entries_match_float64(case, one_pass, monkeypatch):

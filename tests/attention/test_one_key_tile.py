@@ -43,6 +43,7 @@ def test_gradients():
 CAUSAL = create_block_mask(lambda b, h, q, k: q >= k, None, None, WINDOW, WINDOW, device="cpu")
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("mask", "options", "stored"),
     [

@@ -100,7 +100,7 @@ def test_other_positions_of_keys_than_of_queries():
     compare(lambda t: lambda s, b, h, q, k: s + t[h, bucket(ahead[k] - PACKED[q])], draw(HEADS, 8))
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_grouped_heads_and_a_causal_mask():
     compare(buckets_of(PACKED), draw(HEADS, 8), mask=lambda b, h, q, k: (q >= k) & same_document(b, h, q, k), kv_heads=1)
 
@@ -178,7 +178,7 @@ def test_symbolic_sizes():
     compare(buckets_of(PACKED.clone()), draw(HEADS, 8), mask=mask, dynamic=True)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     ("mask", "separated"),
     [
@@ -221,7 +221,7 @@ def test_a_mask_that_reads_rows_is_left(monkeypatch):
     assert not asked
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("index", "separated"),
     [
@@ -245,6 +245,7 @@ def test_what_is_separated(index, separated):
     assert ("if tl.min(condition" in backward) == separated
 
 
+@pytest.mark.breadth(0)
 def test_small_tables_of_pairs_are_not_separated(monkeypatch):
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", HEADS * LENGTH**2)
     inputs = heads(LENGTH)

@@ -67,7 +67,7 @@ def hoisted(decisions):
     return any(d.path == "table" and "batch+head+pair" in d.why for d in decisions)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
@@ -111,6 +111,7 @@ KEPT = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_stays_in_the_kernel(name):
     mod, shapes = KEPT[name]
@@ -118,7 +119,7 @@ def test_what_stays_in_the_kernel(name):
     assert not hoisted(decisions) and not any(d.path == "bins" for d in decisions)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     "module, name, number", [(hoisting, "LARGEST_TABLE", B * H * 32 * 32 - 1), (row_lookups, "FEWEST_SLICES", B * H + 1)]
 )

@@ -134,6 +134,7 @@ def test_a_table_has_the_dtype_of_its_tensor(twice):
     assert all(relative_error(g, w) < 8e-3 for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     ("width", "first", "diagonal", "tables_made"),
     [

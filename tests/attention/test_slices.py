@@ -62,7 +62,7 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.breadth(10)
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tma", [True, False])
 @each_case
@@ -116,6 +116,7 @@ def attention(mask=None, gqa=False, logsumexp=False):
 CAUSAL = create_block_mask(lambda b, h, q, k: q >= k, None, None, 49, 49, device="cpu")
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize(
     ("options", "multiprocessors", "slices", "sums_delta"),
     [

@@ -1,5 +1,6 @@
 """A position that the indices determine is the same for all scores that are added to one element."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +101,7 @@ def check(function, shape):
     return result
 
 
+@pytest.mark.breadth(0)
 @settings(deadline=None, max_examples=150)
 @given(AFFINE, st.lists(st.integers(1, 40), min_size=3, max_size=3))
 def test_multiples_of_positions(factors, sizes):
@@ -131,6 +133,7 @@ CLAMPED = st.lists(
 )
 
 
+@pytest.mark.breadth(0)
 @settings(deadline=None, max_examples=200)
 @given(CLAMPED, st.lists(st.integers(1, 40), min_size=3, max_size=3))
 def test_elements_strictly_between_the_bounds_of_clamps_have_one_writer(indices, sizes):

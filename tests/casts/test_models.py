@@ -61,6 +61,7 @@ def test_no_round_trip_survives(name):
     assert ours <= 1.2 * eagers
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_saved_in_two_dtypes(name):
     """A tensor and its cast to a wider type are not both saved for the backward."""

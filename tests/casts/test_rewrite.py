@@ -235,6 +235,7 @@ def test_same_bits(name):
         assert ours[0].stride() == eager[0].stride()
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("function", [returned, returned_view, returned_twice], ids=lambda f: f.__name__)
 def test_the_result_does_not_share_memory_with_the_input(function):
     argument = torch.randn(6, 4).bfloat16()

@@ -76,6 +76,7 @@ class Layers(torch.nn.Module):
         return flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s + bias[b, h, k])
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_bias_that_is_computed_from_activations_is_drawn_as_it_was(checkpointed):
     layers, x = Layers(), torch.randn(1, H, S, D)
@@ -92,6 +93,7 @@ def flex_attention_eagerly(x, bias):
     return (x @ x.mT / D**0.5 + bias[:, :, None, :]).softmax(-1) @ x
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("change", ["dropout", "in place", "score"])
 def test_what_cannot_be_computed_again_is_drawn_as_its_footprint(change):
     table, x = torch.randn(H, S, requires_grad=True), torch.randn(1, H, S, D, requires_grad=True)

@@ -120,6 +120,7 @@ def _spoilt(scale):
     return mock.patch.object(backend.config, "compile_fx", compile_fx)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_right_result_passes(name):
     result = judge(KNOWN[name])

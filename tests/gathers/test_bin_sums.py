@@ -33,7 +33,7 @@ def draws():
     yield "one_row_of_one_value", 16, 1, torch.zeros(1, 1, dtype=torch.int64)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, slices, bins, index", draws(), ids=lambda x: x if isinstance(x, str) else None)
@@ -194,6 +194,7 @@ def test_few_elements_of_a_matrix_with_many_values_each(by, negative, device):
     assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.breadth(2)
 @INTERPRETED
 @pytest.mark.parametrize(
     "function, shape",

@@ -32,7 +32,7 @@ def check_float64(layer):
     assert max(map(relative_error, got, want)) < 1e-5
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_graphs_match_float64(layer):
     with eager_graphs():
@@ -65,7 +65,7 @@ def test_half_precision_is_no_worse_than_eager(layer):
     assert (ours <= 1.2 * eager).all(), (ours, eager)
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_breaks_no_more_graphs_than_stock(layer):
     """Dynamo breaks graphs before any backend sees them, so every backend has as many breaks as stock."""

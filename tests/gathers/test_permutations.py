@@ -134,6 +134,7 @@ STEPS = {
 }
 
 
+@pytest.mark.breadth(0)
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5), st.integers(0, 2**16))
 def test_no_false_proof(steps, seed):

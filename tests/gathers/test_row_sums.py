@@ -50,7 +50,7 @@ def draws():
     yield "one", 3, torch.tensor([2])
 
 
-@pytest.mark.breadth(8)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, rows, ids", draws(), ids=lambda x: x if isinstance(x, str) else None)
 def test_segment_sum(name, rows, ids, device):
@@ -66,7 +66,7 @@ def test_segment_sum(name, rows, ids, device):
     assert relative_error(got, exact) < 1e-5
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("width", [1, 40, 1500])

@@ -209,7 +209,7 @@ def test_as_exact_as_fp32_rounded_once(function, dtype):
     assert relative_error(out, want_out) <= 1.05 * relative_error(function(x.float(), chosen).to(dtype), want_out)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", [*UNPROVEN, scatter_reduced, embedded, embedded_with_padding], ids=lambda f: f.__name__)

@@ -5,17 +5,23 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from inductor_ext.mlstm.op import mlstm_reference
+from inductor_ext.mlstm.reference import mlstm_reference
 from tests.attention.case import relative_error
 
-NAMES = ("y", "query", "key", "value", "input_gate", "forget_gate", "norm_weight", "norm_bias")
+OPERANDS = ("query", "key", "value", "input_gate", "forget_gate")
+AFFINE = ("norm_weight", "norm_bias")
+#: The parts of the first and of the last state.
+FIRST, LAST = (tuple(f"{which}_{part}" for part in ("matrix", "vector", "maximum")) for which in ("first", "last"))
 #: In cases where the formula itself is not exact, the error of an implementation may be this many times that of the formula.
 SLACK = 1.2
 
 
 @dataclass
 class Case:
-    """``shift`` is added to the input gates, ``spread`` scales the forget gates, and ``layout`` is that of q, k and v."""
+    """``shift`` is added to the input gates, ``spread`` scales the forget gates, and ``layout`` is that of q, k and v.
+
+    ``first``: there is a first state, whose maximum is about ``first_max``. ``last``: the last state is a result.
+    """
 
     length: int = 97
     width: int = 16
@@ -31,6 +37,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     seed: int = 0
+    first: bool = False
+    first_max: float = 0.0
+    last: bool = False
+
+    @property
+    def names(self):
+        """The names of the operands."""
+        return OPERANDS + (AFFINE if self.affine and self.norm else ()) + (FIRST if self.first else ())
 
     def operands(self, device="cpu"):
         generator = torch.Generator().manual_seed(self.seed)
@@ -48,30 +62,43 @@ class Case:
             inputs = [torch.stack([x, x], -1).flatten(3)[..., ::2] for x in inputs]
         gates = [draw(batch, heads, length) + self.shift, draw(batch, heads, length) * self.spread]
         affine = [draw(heads, self.value_width) * 0.3, draw(heads, self.value_width)] if self.affine and self.norm else []
+        if self.first:
+            affine += [draw(batch, heads, *size) for size in ((self.width, self.value_width), (self.width,), ())]
+            affine[-1] += self.first_max
         return [x.to(device, self.dtype).detach().requires_grad_() for x in (*inputs, *gates, *affine)]
 
     def call(self, function, *operands):
-        affine = dict(zip(("norm_weight", "norm_bias"), operands[5:], strict=False))
-        return function(*operands[:5], **affine, norm=self.norm, eps=self.eps, norm_eps=self.norm_eps)
+        """The results, a tensor or (tensor, last state), of a function that is called as ``mlstm``."""
+        named = dict(zip(self.names, operands, strict=True))
+        states = {"initial_state": tuple(named.pop(name) for name in FIRST)} if self.first else {}
+        states |= {"return_final_state": True} if self.last else {}
+        positional = [named.pop(name) for name in OPERANDS]
+        return function(*positional, **named, **states, norm=self.norm, eps=self.eps, norm_eps=self.norm_eps)
+
+    def results(self, run, operands, device):
+        """By name, the results of ``run``, and the gradients of the operands for random gradients of the results."""
+        out = run(*operands)
+        out = (out[0], *out[1]) if self.last else (out,)
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(x.shape, generator=generator).to(device, x.dtype) for x in out]
+        if self.dtype.itemsize == 2:  # The gradient of y was rounded, wherever the results are computed.
+            grads[0] = grads[0].to(self.dtype).to(out[0].dtype)
+        values = [*out, *torch.autograd.grad(out, operands, grads)]
+        return dict(zip(("y", *(LAST if self.last else ()), *self.names), values, strict=True))
 
     def errors(self, run, device="cpu"):
-        """The relative errors of y and of every gradient, and those of the formula in fp32, rounded once."""
+        """The relative errors of the results and of every gradient, and those of the formula in fp32, rounded once."""
         operands = self.operands(device)
         exact = [x.detach().double().requires_grad_() for x in operands]
         wide = [x.detach().to(torch.promote_types(self.dtype, torch.float32)).requires_grad_() for x in operands]
-        y = run(*operands)
-        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(device, y.dtype)
-        got = [y, *torch.autograd.grad(y, operands, grad)]
-        of_exact = self.call(mlstm_reference, *exact)
-        want = [of_exact, *torch.autograd.grad(of_exact, exact, grad.double())]
-        once = self.call(mlstm_reference, *wide)
-        rounded = [once, *torch.autograd.grad(once, wide, grad.to(once.dtype))]
-        rounded = [x.to(self.dtype) for x in rounded]
-        assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, rounded, strict=True))
-        names = NAMES[: len(got)]
+        got = self.results(run, operands, device)
+        want, formula = (self.results(lambda *xs: self.call(mlstm_reference, *xs), xs, device) for xs in (exact, wide))
+        kinds = dict.fromkeys(LAST, wide[0].dtype) | {LAST[-1]: torch.float64}
+        rounded = {name: x.to(kinds.get(name, self.dtype)) for name, x in formula.items()}
+        assert all(got[n].dtype == x.dtype and got[n].shape == x.shape for n, x in rounded.items())
         return (
-            {n: relative_error(a, b) for n, a, b in zip(names, got, want, strict=True)},
-            {n: relative_error(a, b) for n, a, b in zip(names, rounded, want, strict=True)},
+            {n: relative_error(got[n], want[n]) for n in want},
+            {n: relative_error(rounded[n], want[n]) for n in want},
         )
 
     def check(self, run, device="cpu", draws=16):
@@ -125,13 +152,16 @@ def half_products(case, device="cpu"):
             return function(*args, **(kwargs or {}))
 
     def run(*operands):
-        inputs = [x.float() for x in operands]
+        named = dict(zip(case.names, (x.float() for x in operands), strict=True))
+        weight, bias = (named.pop(name)[:, None] if name in named else 0.0 for name in AFFINE)
+        plain = replace(case, norm=False)
         with Rounding():
-            hidden = mlstm_reference(*inputs[:5], norm=False, eps=case.eps)
+            out = plain.call(mlstm_reference, *named.values())
+        hidden, last = out if case.last else (out, None)
         if case.norm:
             hidden = F.layer_norm(hidden.to(case.dtype).float(), hidden.shape[-1:], eps=case.norm_eps)
-            weight, bias = (x[:, None] for x in inputs[5:]) if case.affine else (0.0, 0.0)
             hidden = hidden * (1 + weight) + bias
-        return hidden.to(case.dtype)
+        hidden = hidden.to(case.dtype)
+        return (hidden, (*last[:2], last[2].double())) if case.last else hidden
 
     return Case.errors(case, run, device)[0]

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inductor_ext.core.report import collect
 from inductor_ext.mlstm import chunks, configs, lowering
-from inductor_ext.mlstm.op import mlstm, mlstm_reference
+from inductor_ext.mlstm.api import mlstm
+from inductor_ext.mlstm.reference import mlstm_reference
 from tests.attention.case import relative_error
 from tests.support import snapshots
+from tests.support.eager_graphs import eager_graphs
 from tests.support.emitted import body
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
@@ -21,7 +24,7 @@ from .test_compiled import compiled, emitted
 @pytest.fixture
 def chunked(monkeypatch):
     """Call it with the number of positions in a chunk; from then on the chunkwise form is used."""
-    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda query, value: chunk)
+    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda *_: chunk)
 
 
 @pytest.fixture
@@ -143,10 +146,10 @@ def test_dynamic_lengths(device, chunked, small_tiles):
 
 def test_when_it_is_chosen(monkeypatch):
     query = torch.empty(1, 2, 100, 16)
-    assert chunks.chunk_size(query, query) == 0
-    monkeypatch.setattr(chunks, "FEWEST_POSITIONS", 100)
-    assert chunks.chunk_size(query, query) == 0, "there is no kernel for this device"
+    assert chunks.chunk_size(query, query, with_states=True) == chunks.CHUNK
     with triton_on_cpu():
+        assert chunks.chunk_size(query, query) == 0, "it has not been timed on GPUs"
+        monkeypatch.setattr(chunks, "FEWEST_POSITIONS", 100)
         assert chunks.chunk_size(query, query) == chunks.CHUNK
         assert chunks.chunk_size(query, query[:, :, :99]) == chunks.CHUNK
         assert chunks.chunk_size(query[:, :, :99], query) == 0
@@ -154,6 +157,20 @@ def test_when_it_is_chosen(monkeypatch):
         # float64 has no kernel, and the sums of a state may not fit float16.
         for dtype in (torch.float64, torch.float16):
             assert chunks.chunk_size(query.to(dtype), query.to(dtype)) == 0
+
+
+def test_when_it_is_chosen_on_a_cpu():
+    query, wide = torch.empty(1, 2, 512, 16), torch.empty(1, 2, 512, 129)
+    assert chunks.chunk_size(query, query) == chunks.CHUNK
+    assert chunks.chunk_size(query[:, :, :511], query) == 0
+    assert chunks.chunk_size(query, wide) == 0
+
+
+@pytest.mark.parametrize("case", [Case(length=600, heads=1), Case(length=600, heads=1, dtype=torch.bfloat16)])
+def test_a_long_sequence_on_a_cpu(case):
+    with eager_graphs(), collect() as report:
+        case.check(compiled(case), draws=4)
+    assert "a chunk has 128 positions" in report.decisions[-1].why
 
 
 @INTERPRETED

@@ -4,8 +4,10 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from inductor_ext.mlstm.op import mlstm, mlstm_reference
+from inductor_ext.mlstm.api import mlstm
+from inductor_ext.mlstm.reference import mlstm_reference
 from tests.attention.case import relative_error
 from tests.support import snapshots
 from tests.support.emitted import body, triton_sources
@@ -156,15 +158,16 @@ def test_maxima_far_back(device):
         assert relative_error(got, exactly) < max(1e-5, 1.2 * relative_error(fp32, exactly))
 
 
-def emitted(width=64, value_width=64, dtype=torch.bfloat16, length=256, affine=True):
+def emitted(width=64, value_width=64, dtype=torch.bfloat16, length=256, affine=True, **states):
     """The source of the kernel of the forward, and of the kernel of the backward.
 
     In the chunkwise form the kernels of the states come before them: that of the keys, and then that of the queries.
     """
     torch._dynamo.reset()
-    case = Case(length=length, width=width, value_width=value_width, dtype=dtype, affine=affine, batch=1, heads=1)
+    case = Case(length=length, width=width, value_width=value_width, dtype=dtype, affine=affine, batch=1, heads=1, **states)
     # The interpreter would take minutes for the scan over chunks.
-    return triton_sources(compiled(case, options={"disable": ["linear_scan"]}), *case.operands())
+    run = compiled(case, options={"disable": ["linear_scan"]})
+    return triton_sources(lambda *operands: sum(x.sum() for x in tree_leaves(run(*operands))), *case.operands())
 
 
 @INTERPRETED

@@ -25,14 +25,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(dense_loops, "KEY_SEGMENT", 48)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_match_float64(name):
     with eager_graphs():
         CASES[name].check(compiled(CASES[name]))
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("length", [96, 97, 250])
 @pytest.mark.parametrize("name", ["affine", "no_norm", "large_eps", "steep_gates", "bfloat16"])
 def test_segments_match_float64(name, length, small_blocks):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from inductor_ext.mlstm import MLSTMCell
-from inductor_ext.mlstm.op import mlstm, mlstm_reference
+from inductor_ext.mlstm.api import mlstm
+from inductor_ext.mlstm.reference import mlstm_reference
 from tests.attention.case import relative_error
 
 from .case import Case
@@ -90,10 +91,13 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *operands: case.call(mlstm, *operands), case.operands())
 
 
-def test_opcheck():
+@pytest.mark.parametrize("states", [False, True])
+def test_opcheck(states):
     case = Case(length=9)
     operands = case.operands()
-    arguments = (*operands, True, 1e-6, 1e-6, 0.25)
+    first = [torch.randn(1, 2, 16 * 25), torch.randn(1, 2, dtype=torch.float64)] if states else [None, None]
+    operands += [x if x is None else x.requires_grad_() for x in first]
+    arguments = (*operands, True, 1e-6, 1e-6, 0.25, states)
     torch.library.opcheck(torch.ops.gradfuse.mlstm.default, arguments)
 
 

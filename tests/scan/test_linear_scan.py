@@ -52,6 +52,7 @@ def test_against_a_loop(length, slices, channels, reverse, device):
     assert got.stride() == x.stride()
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("channels", [1, 20])

@@ -150,6 +150,7 @@ FORMS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("enough", [False, True], ids=["few_channels", "many_channels"])
 @pytest.mark.parametrize("name", FORMS)
 def test_the_report_shows_the_forms(name, enough, monkeypatch):

@@ -62,7 +62,7 @@ class Problem:
         return [relative_error(g, w) for g, w in zip(got, want, strict=True) if w is not None]
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize(
     "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]

@@ -83,7 +83,7 @@ def check(combine, run, xs, device, used=None, bound=1e-6):
     assert max(map(error, got, want)) < bound
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("combine", KINDS, ids=lambda f: f.__name__)
 def test_against_a_loop(combine, device):
@@ -121,6 +121,7 @@ def test_what_is_masked_spreads_nowhere(device):
     check(resistance, compiled(resistance, xs), xs, device)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("length", [7, 140])
 def test_from_the_end(length, device):

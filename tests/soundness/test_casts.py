@@ -128,6 +128,7 @@ def gradient_after(function, x, b, write):
     return torch.autograd.grad(z, x, torch.ones_like(z))[0]
 
 
+@pytest.mark.breadth(10)
 @pytest.mark.parametrize("write", ["outside", "inside", "result"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_for_the_backward_is_a_copy(name, write):

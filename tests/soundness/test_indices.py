@@ -22,6 +22,7 @@ def test_a_gather_whose_index_has_a_new_leading_dim(shape):
     check_matches_eager(lambda x, key: x.gather(0, key.argsort().expand(*shape)), rows(8, 8), torch.randn(8))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("shape", [(8, 8), (5, 8)])
 @pytest.mark.parametrize("unique", [True, False])
 def test_a_scatter_whose_index_has_a_new_leading_dim(shape, unique):
@@ -41,6 +42,7 @@ def test_a_scatter_whose_index_is_expanded_along_its_own_dim():
     check_matches_eager(lambda x, i: x.new_zeros(10, 8).scatter_add(0, i.expand(5, 8), x), rows(5, 8), index)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("shape", [(7, 1), (1, 4), (1, 1), (4,), ()])
 @pytest.mark.parametrize("unique", [True, False])
 def test_values_that_broadcast_are_expanded(shape, unique):
@@ -92,6 +94,7 @@ def test_aranges_expanded_along_one_dim():
         check_matches_eager(lambda x, make=make: x[make().reshape(-1)], rows(5, 3))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.uint8, torch.int32])
 def test_a_permutation_of_a_narrow_dtype_reaches_an_index(dtype):
     check_matches_eager(lambda x: x[torch.arange(50, dtype=dtype).flip(0).argsort()], rows(50, 3))

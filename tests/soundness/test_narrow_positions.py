@@ -56,7 +56,7 @@ BOOLS = {
 }
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("kernels", [pytest.param(False, id="cpp"), pytest.param(True, id="triton")])
 @pytest.mark.parametrize("name", BOOLS)
 def test_a_position_as_a_bool(name, kernels):
@@ -67,7 +67,7 @@ def test_a_position_as_a_bool(name, kernels):
         compare(score_mod, shape)
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("index", "shape", "length"),
@@ -121,6 +121,7 @@ def test_the_gradient_of_pairs_that_no_block_shows_is_zero(deterministic):
     assert all((x == 0).all() for x in (out, *gradients))
 
 
+@pytest.mark.breadth(0)
 def test_a_lookup_may_be_out_of_range_where_only_the_list_of_blocks_hides():
     """Blocks on the other diagonal: ``q - k + 63`` of the others is up to 190."""
     make = block_mask([1, 1], [[0, 1], [1, 0]], (64, 64))
@@ -157,6 +158,7 @@ def test_a_row_that_a_learned_infinity_hides_stays_hidden():
     assert ((out == 0).all(-1) == hidden).all()
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8])
 def test_positions_that_the_compiled_function_rounds(dtype):
     """A captured tensor that is made of positions only is computed again where it is read, unless it must be stored.

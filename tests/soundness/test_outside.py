@@ -80,6 +80,7 @@ RETURNED = {
 }
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("name", RETURNED)
 def test_the_result_of_an_attention(name):
     function = lambda q, k, v, b: RETURNED[name](biased(q, k, v, b))  # noqa: E731
@@ -116,6 +117,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", GIVEN)
 def test_the_operands_of_an_attention(name):
     function, write = GIVEN[name]
@@ -150,12 +152,14 @@ MLSTM = {
 }
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", MLSTM)
 def test_mlstm(name):
     function, write = MLSTM[name]
     check(function, operands(key=write != 1), write, "mlstm_pattern")
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["attention", "mlstm"])
 def test_after_code_generation(name, device):
@@ -186,6 +190,7 @@ REVERSED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", REVERSED)
 def test_a_scan_from_the_end(name):
     function, write = REVERSED[name]
@@ -208,6 +213,7 @@ UNCOPIED = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", UNCOPIED)
 def test_nothing_is_copied(name):
     function, learned = UNCOPIED[name]

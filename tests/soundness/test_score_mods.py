@@ -317,7 +317,7 @@ CASES = [
 ]
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_graphs_match_float64(case):
     with eager_graphs():

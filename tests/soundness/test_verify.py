@@ -44,7 +44,7 @@ def test_a_model_that_is_right_passes():
     assert found.path == "checked"
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 def test_a_wrong_pass_is_found_and_named():
     rewrite = passes.hoisting.rewrite
 

@@ -94,6 +94,7 @@ SPELT = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", SPELT)
 def test_nothing_is_repeated(name):
     with collect() as report:
@@ -252,6 +253,7 @@ COPIED += [
 ]
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("function", COPIED, ids=lambda f: f.__name__)
 def test_copies_that_are_needed(function):
     assert heads_of_keys(function, tensors()) == [(HEADS, HEADS)]
@@ -262,6 +264,7 @@ def behind_views(q, k, v, bias):
     return attention(q, repeat_kv(k), repeat_kv(v), bias)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("function", [what_is_given, behind_views, SPELT["enable_gqa"]])
 def test_what_is_given_may_change_before_the_backward(function):
     """Eager mode has saved copies of the keys and values."""

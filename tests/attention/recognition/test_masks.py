@@ -69,6 +69,7 @@ MASKS = {
 }
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     function, mask = MASKS[name]
@@ -141,6 +142,7 @@ FAR_FROM_ZERO = {
 }
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
 @pytest.mark.parametrize("name", FAR_FROM_ZERO)
 def test_rows_far_from_zero(name, learned):
@@ -168,6 +170,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.breadth(6)
 @pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_mask_inside_an_expression(name, learned):
@@ -262,6 +265,7 @@ HELD = {
 }
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("name", HELD)
 def test_a_learned_tensor_that_holds_a_mask(name):
     function = lambda q, k, v, b, m: (q @ k.mT + HELD[name](b, m)).softmax(-1) @ v  # noqa: E731
@@ -285,6 +289,7 @@ ORDINARY = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_a_learned_tensor_without_a_mask_costs_no_maximum(name):
     function = lambda q, k, v, b, t: (q @ k.mT + ORDINARY[name](b, t)).softmax(-1) @ v  # noqa: E731
@@ -316,6 +321,7 @@ TWO_KINDS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", TWO_KINDS)
 def test_infinite_and_finite_masks(name):
     function = lambda q, k, v, b: TWO_KINDS[name](q @ k.mT, b).softmax(-1) @ v  # noqa: E731
@@ -335,6 +341,7 @@ FILLS = {
 }
 
 
+@pytest.mark.breadth(6)
 @pytest.mark.parametrize("low", [-1e9, -1e12, -1e30])
 @pytest.mark.parametrize("name", FILLS)
 def test_numbers_that_half_precision_rounds(name, low):
@@ -352,6 +359,7 @@ def test_a_mask_in_half_precision_that_is_scaled():
     assert found.path == "flex_attention"
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ["added", "multiplied", "multiplied_twice"])
 def test_a_moderate_number_leaves_the_scores(name):
     """In half precision eager code rounds the scores beside -1e4 away. A kernel computes in fp32."""
@@ -376,6 +384,7 @@ def test_a_mask_inside_a_learned_tensor(learned):
     ]
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("value", [-1e4, -1e9, LOWEST])
 def test_a_learned_tensor_of_another_graph_may_hold_a_mask(value):
     """A layer that is compiled by itself is passed the sum of bias and mask."""

@@ -150,6 +150,7 @@ EFFECTS = {
 }
 
 
+@pytest.mark.breadth(6)
 @pytest.mark.parametrize("function", EFFECTS, ids=lambda f: f.__name__)
 def test_effects(function):
     assert paths(function, *tensors(), bias()) == EFFECTS[function]
@@ -191,6 +192,7 @@ def _in_half(start):
     return (torch.arange(S) + start).to(torch.float32).to(torch.bfloat16)
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_comparison_of_rounded_numbers(name):
     """Integers above 256 are equal in bf16 to their neighbours."""
@@ -283,6 +285,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     function, shapes = SHAPES[name]
@@ -303,6 +306,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups(name):
     function = lambda q, k, v, w: attend(q, k, v, LOOKUPS[name](w))  # noqa: E731

@@ -71,6 +71,7 @@ COPIES = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_the_result_that_is_returned_may_be_changed(name):
     def function(q, k, v, b):

@@ -30,26 +30,27 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(skipping, "FEWEST_BLOCKS", 1)
 
 
-@pytest.mark.breadth(8)
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
     check_matches_eager(SPELLINGS[name].function, *SPELLINGS[name].inputs(), exact=True)
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     function, mask = MASKS[name]
     check_matches_eager(function, *tensors(), bias(), mask)
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", FAR_FROM_ZERO)
 def test_rows_far_from_zero(name):
     function = lambda q, k, v, b, m: FAR_FROM_ZERO[name](q @ k.mT + b, m).softmax(-1) @ v  # noqa: E731
     check_matches_eager(function, *tensors(), bias(), LENGTHS & (QUERIES >= KEYS))
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_mask_inside_an_expression(name):
     gate = torch.rand(1, 1, S, 1) + 0.5
@@ -57,6 +58,7 @@ def test_a_mask_inside_an_expression(name):
     check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()), frozen(-1e9, LENGTHS & (QUERIES >= KEYS)))
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("name", HELD)
 def test_a_learned_tensor_that_holds_a_mask(name):
     """Causal, so that the first rows see nothing but what the learned tensor hides."""
@@ -66,6 +68,7 @@ def test_a_learned_tensor_that_holds_a_mask(name):
     check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()), hidden)
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", TWO_KINDS)
 def test_infinite_and_finite_masks(name):
     function = lambda q, k, v, b: TWO_KINDS[name](q @ k.mT, b).softmax(-1) @ v  # noqa: E731
@@ -89,7 +92,7 @@ WAYS = {
 }
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_hidden_blocks(name, way):
@@ -113,6 +116,7 @@ PADDING = {
 }
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", PADDING)
 def test_what_hides_no_blocks_for_sure(name):
     """Masks of single keys and queries, and a tensor that may hold a mask for each head."""
@@ -136,6 +140,7 @@ GAINS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", GAINS)
 def test_scores_that_may_exceed_the_masks(name):
     change, exceeds = GAINS[name]

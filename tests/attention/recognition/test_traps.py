@@ -97,6 +97,7 @@ LOOKALIKES = {
 }
 
 
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("function", LOOKALIKES, ids=lambda f: f.__name__)
 def test_lookalikes_are_left_alone(function):
     found = decisions(function, *tensors(), randn(1, H, S, S))
@@ -200,6 +201,7 @@ EFFECTS = {
 }
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("function", EFFECTS, ids=lambda f: f.__name__)
 def test_effects_between_a_bias_and_its_use(function):
     (found,) = decisions(function, *tensors(), randn(*EFFECTS[function]))
@@ -250,6 +252,7 @@ def relative(q, k, v, table, exists):
     return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1)
 
 
+@pytest.mark.breadth(0)
 def test_symbolic_lengths():
     exists = torch.ones(B, S, dtype=torch.bool)
     exists[0, 20:], exists[1] = False, False

@@ -107,6 +107,7 @@ WRITES = {
 }
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_what_scores_read(name):
     attention = lambda q, k, v, b, x: WRITES[name](x, q @ k.mT + b).softmax(-1) @ v  # noqa: E731
