@@ -145,6 +145,14 @@ def _mlstm() -> None:
         heads = [_leaf(2, 3, LENGTH, width) for _ in range(3)]
         gates = [_leaf(2, 3, LENGTH) for _ in range(2)]
         _step(lambda q, k, v, i, f: mlstm(q, k, v, i, f), *heads, *gates)
+    state = [_leaf(2, 3, *size, dtype=torch.float32) for size in ((64, 64), (64,), ())]
+    heads = [_leaf(2, 3, LENGTH, 64) for _ in range(3)]
+
+    def with_states(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *first: Tensor) -> Any:
+        y, (matrix, vector, maximum) = mlstm(q, k, v, i, f, initial_state=first, return_final_state=True)
+        return y, matrix, vector, maximum
+
+    _step(with_states, *heads, *gates, *state)
 
 
 def _few() -> None:

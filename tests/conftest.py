@@ -5,6 +5,7 @@
 1/3`` a third of them.
 """
 
+import contextlib
 import os
 from collections import defaultdict
 
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():
 import pytest
 
 import inductor_ext  # noqa: F401  (registers the backend)
+from inductor_ext.torch_api.config import without_caches
 
 
 def pytest_addoption(parser):
@@ -67,6 +69,13 @@ def new_memory_is_nan(request):
         small = [torch.full((2**18,), torch.nan, device="cuda") for _ in range(64)]
         large = [torch.full((2**26,), torch.nan, device="cuda") for _ in range(2)]
         del small, large
+
+
+@pytest.fixture(autouse=True)
+def no_caches(request):
+    """Inductor's caches do not know which constants of gradfuse a test changes: they would return the code from before."""
+    with contextlib.nullcontext() if "caches" in request.keywords else without_caches():
+        yield
 
 
 @pytest.fixture(autouse=True)

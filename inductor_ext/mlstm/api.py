@@ -32,7 +32,7 @@ def mlstm(
     initial_state: State | None = None,
     return_final_state: bool = False,
 ) -> Any:
-    """The mLSTM cell in its parallel form with its headwise layer norm. Its memory is linear in the length.
+    """The mLSTM cell with its headwise layer norm. Its memory is linear in the length.
 
     query, key: [B, N, S, D], and value: [B, N, S, Dv], all of one floating dtype. input_gate, forget_gate: [B, N, S], before
     any activation, of any floating dtype. norm_weight and norm_bias: [N, Dv] or [N * Dv]; a norm_weight of 0 is the
@@ -47,19 +47,22 @@ def mlstm(
     them have gradients. A sequence may be cut anywhere: the second part then begins with the state in which the first
     ended. Detach the state to cut the gradient too.
 
-    Raises ValueError for operands whose shapes or dtypes do not fit.
+    Raises ValueError for operands whose shapes or dtypes do not fit, and for a state where there is no position.
 
-    Compiled with gradfuse on a GPU it runs as fused kernels. Otherwise it runs in blocks of rows. The formula is in the
-    docstring of ``inductor_ext/mlstm/op.py`` (Beck et al., xLSTM, 2024).
+    Compiled with gradfuse on a GPU it runs as fused kernels. Otherwise it runs in blocks of rows or, where the sequence is
+    long or there is a state, in chunks. The formula is in the docstring of ``inductor_ext/mlstm/op.py`` (Beck et al., xLSTM,
+    2024).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check(query, key, value, input_gate, forget_gate, norm_weight, norm_bias, norm, scale)
+    if (initial_state is not None or return_final_state) and query.shape[2] == 0:
+        raise ValueError("mlstm: a state needs a sequence of at least one position")
     kind = working_dtype(query.dtype)
     first, first_max = _packed(initial_state, query, value)
     heads, width = value.shape[1], value.shape[-1]
     weight, bias = (None if x is None else x.reshape(heads, width) for x in (norm_weight, norm_bias))
     fused = norm and not return_states
-    out, _, row_sum, _, log_weight, log_max, last, last_max = mlstm_op(
+    out, _, row_sum, _, decay, log_max, last, last_max = mlstm_op(
         query,
         key,
         value,
@@ -78,7 +81,7 @@ def mlstm(
     final = [(*chunks.parts(last, width), last_max)] if return_final_state else []
     if not return_states:
         return (out, *final) if final else out
-    row_max = (input_gate - log_weight + log_max).detach()
+    row_max = (decay + log_max).detach()
     normaliser = torch.maximum(row_sum.abs(), torch.exp(-row_max).to(kind)) + eps
     states = (out, normaliser.detach(), row_max.to(kind))
     if not norm:

@@ -38,9 +38,10 @@ CHUNK = 128
 LARGE = 1e30
 #: The widest head of queries, keys or values. The forward of wider ones spills registers (built for sm_90).
 WIDEST = {torch.float32: 64, torch.bfloat16: 128}
-#: The fewest positions for which GPUs use the chunkwise form. The kernels have not been timed on a GPU yet.
+#: The fewest positions for which GPUs use the chunkwise form; None is never. The kernels have not been timed on a GPU yet.
 FEWEST_POSITIONS: int | None = None
-#: The same for CPUs, and for how many positions for each element of the widest head: a state has the square of its width.
+#: CPUs use it from FEWEST_ON_CPU positions on, and from FEWEST_FOR_WIDTH_ON_CPU times the widest head on: the size of a state
+#: is its square.
 FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU = 512, 4
 
 
@@ -51,7 +52,8 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False) -> int:
     """
     length, widths = query.shape[2], (query.shape[-1], value.shape[-1])
     if with_states:
-        return CHUNK
+        kernels = Target.of(query.device).triton and fits(query.dtype, *widths)
+        return CHUNK if kernels or not isinstance(length, int) else min(CHUNK, length)
     if not Target.of(query.device).triton:
         return CHUNK if length >= max(FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU * max(widths)) else 0
     return CHUNK if FEWEST_POSITIONS is not None and fits(query.dtype, *widths) and length >= FEWEST_POSITIONS else 0

@@ -1,7 +1,7 @@
 """Lowerings of the ops of mLSTM onto the templates of ``templates/mlstm/``.
 
-For dtypes and widths that the templates do not support, the eager code of the op runs, in blocks of rows. On CPU tensors
-``mlstm/cpu.py`` has already replaced the ops.
+For dtypes and widths that the templates do not support, the eager code of the op runs, in blocks of rows or in chunks. On
+CPU tensors ``mlstm/cpu.py`` has already replaced the ops.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tiles_op import BackwardOperands, ForwardOperands, mlstm_tiles, mlstm_tile
 
 NAME = "mlstm"
 #: The path of a decision for the eager code of the op.
-BLOCKS = "blocks of rows"
+BLOCKS = "blocks of rows or chunks"
 #: The widest head of queries, keys or values that the templates can hold in registers, by the size of an element in bytes.
 WIDEST = {2: 512, 4: 256}
 
@@ -57,11 +57,15 @@ _chunk_sums = Template("gradfuse_mlstm_chunk_sums", _chunk_grid, load("mlstm/mls
 
 def unsupported(query: Any, key: Any, value: Any, *rest: Any) -> str | None:
     """The reason why the templates do not support these operands, or None if they do."""
-    reason, chunk = _unsupported_heads(query, value), rest[-1]
-    if reason is not None or not chunk:
-        return reason
-    dtype, widths = query.get_dtype(), _head_widths(query, value)
-    return None if fits(dtype, *widths) else f"the kernels with states take no heads of the widths {widths} in {dtype}"
+    return (_unsupported_chunks if rest[-1] else _unsupported_heads)(query, value)
+
+
+def _unsupported_chunks(left: Any, right: Any, *_: Any) -> str | None:
+    reason = _unsupported_heads(left, right)
+    dtype, widths = left.get_dtype(), _head_widths(left, right)
+    if reason is None and not fits(dtype, *widths):
+        return f"the kernels with states take no heads of the widths {widths} in {dtype}"
+    return reason
 
 
 def _head_widths(query: Any, value: Any) -> list[int]:
@@ -208,4 +212,4 @@ _WHAT = "the tiles of the op mlstm, in which rows meet columns: fused kernels"
 _WHAT_OF_CHUNKS = "the sums over chunks of the op mlstm in its chunkwise form: one kernel"
 FORWARD = KernelOp(NAME, _WHAT, mlstm_tiles, lower_forward, unsupported, BLOCKS)
 BACKWARD = KernelOp(NAME, _WHAT, mlstm_tiles_backward, lower_backward, unsupported, BLOCKS)
-CHUNK_SUMS = KernelOp(NAME, _WHAT_OF_CHUNKS, mlstm_chunk_sums, lower_chunk_sums, _unsupported_heads)
+CHUNK_SUMS = KernelOp(NAME, _WHAT_OF_CHUNKS, mlstm_chunk_sums, lower_chunk_sums, _unsupported_chunks)

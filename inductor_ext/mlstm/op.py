@@ -1,4 +1,4 @@
-"""mLSTM, the matrix memory of xLSTM, in its parallel form and with its headwise layer norm (Beck et al., xLSTM, 2024).
+"""mLSTM, the matrix memory of xLSTM, with its headwise layer norm (Beck et al., xLSTM, 2024).
 
     F_t  = cumsum(logsigmoid(f))_t
     D_ts = F_t - F_s + i_s        for s <= t, -inf otherwise
@@ -32,14 +32,11 @@ from . import chunks
 from .tiles_op import mlstm_tiles, mlstm_tiles_backward, rows_like
 
 
-def gate_scans(input_gate: Tensor, forget_gate: Tensor, first_max: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """``g``, ``M`` and ``m``, all [B, N, S] in float64. first_max: m of the first state [B, N], if there is one."""
+def gate_scans(input_gate: Tensor, forget_gate: Tensor, first_max: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``F`` and ``M``, both [B, N, S] in float64. first_max: m of the first state [B, N], if there is one."""
     decay = F.logsigmoid(forget_gate.double()).cumsum(-1)
-    log_weight = input_gate.double() - decay
-    log_max = log_weight.cummax(-1).values
-    if first_max is not None:
-        log_max = torch.maximum(log_max, first_max[..., None])
-    return log_weight, log_max, decay + log_max
+    log_max = (input_gate.double() - decay).cummax(-1).values
+    return decay, log_max if first_max is None else torch.maximum(log_max, first_max[..., None])
 
 
 def decomposed(
@@ -59,7 +56,8 @@ def decomposed(
     wants_last: bool,
 ) -> tuple[Tensor, ...]:
     """The decomposition of the op ``gradfuse::mlstm``: the scans of the gates, and the op ``gradfuse::mlstm_tiles``."""
-    log_weight, log_max, row_max = gate_scans(input_gate, forget_gate, first_max)
+    decay, log_max = gate_scans(input_gate, forget_gate, first_max)
+    log_weight, row_max = input_gate.double() - decay, decay + log_max
     floor = torch.exp(-row_max).to(working_dtype(query.dtype))
     chunk, before, reference = chunks.chunk_size(query, value, first is not None or wants_last), None, None
     if chunk:
@@ -67,7 +65,7 @@ def decomposed(
         before = chunks.states(key, value, None, log_weight, reference, first, chunk, after=False)
     rows = (query, key, value, log_weight, log_max, floor)
     operands = (*rows, norm_weight, norm_bias, before, reference, norm, eps, norm_eps, scale, chunk)
-    results = (*mlstm_tiles(*operands), log_weight, log_max)
+    results = (*mlstm_tiles(*operands), decay, log_max)
     if before is None or not wants_last:
         return *results, floor.new_empty(0), row_max.new_empty(0)
     return *results, before[:, :, -1].clone(), row_max[..., -1].clone()
@@ -90,7 +88,7 @@ def mlstm_op(
     scale: float,
     wants_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, g, M, and the last state.
+    """out, normalised (empty unless weight or bias make it differ from out), sum C, rstd, F, M, and the last state.
 
     A state is [B, N, D * (Dv + 1)] (``chunks.pack``), and its maximum m is [B, N] in float64. The last one is empty unless
     it is wanted.
@@ -151,11 +149,11 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Te
     if grad is None and grad_last is None and grad_last_max is None:
         return (None,) * 14
     query, key, value, input_gate, forget_gate, weight, first, first_max, hidden, *rows, last = ctx.saved_tensors
-    row_sum, rstd, log_weight, log_max = rows
-    kind = row_sum.dtype
+    row_sum, rstd, decay, log_max = rows
+    log_weight, kind = input_gate.double() - decay, row_sum.dtype
     grad = torch.zeros_like(hidden, dtype=kind) if grad is None else grad.to(kind)
     grad_hidden, delta, *of_affine = _through_norm(ctx, grad, hidden.to(kind), weight, rstd)
-    floor = torch.exp(-(input_gate.double() - log_weight + log_max)).to(kind)
+    floor = torch.exp(-(decay + log_max)).to(kind)
     normaliser = torch.maximum(row_sum.abs(), floor) + ctx.eps
     term = torch.where(row_sum.abs() >= floor, -delta * row_sum.sign(), 0)
     through_max = -delta * rstd * (ctx.eps / normaliser)

@@ -265,6 +265,7 @@ class NoCodeError(Exception):
     """Raised in place of code generation, which the next test does not need."""
 
 
+@pytest.mark.caches
 def test_nothing_is_bypassed():
     """The part of finding C9 that needs no code generation: AOTAutograd's cache accepts a graph with a hoisted table."""
 

@@ -66,24 +66,58 @@ def test_extreme_gates(shift, forget, chunked):
     assert relative_error(y, want) < max(1e-5, 1.2 * relative_error(formula, want))
 
 
-def test_closed_input_gates(chunked):
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_closed_input_gates(chunk, chunked):
     """Gates of -inf in all but the first position: their columns weigh nothing, in every chunk."""
-    chunked(8)
-    case = Case(length=30, dtype=torch.float64)
-    *heads, input_gate, forget_gate, weight, bias = case.operands()
-    closed = torch.where(torch.arange(30) % 16 == 0, input_gate, -torch.inf)
-    got = case.call(mlstm, *heads, closed, forget_gate, weight, bias)
-    assert relative_error(got, case.call(mlstm_reference, *heads, closed, forget_gate, weight, bias)) < 1e-11
+    chunked(chunk)
+    case = Case(length=30, eps=1e-2, norm_eps=1e-2, dtype=torch.float64)
+    got, want = closed_gates(case, lambda *xs: case.call(mlstm, *xs))
+    assert all(relative_error(x, y) < 1e-11 for x, y in zip(got, want, strict=True))
 
 
-def test_the_first_chunk_may_be_closed(chunked):
-    """Where no gate has been open yet the result is not a number, as in the formula. Later rows do not see this."""
-    chunked(8)
-    case = Case(length=30, dtype=torch.float64)
-    *heads, input_gate, forget_gate, weight, bias = case.operands()
-    closed = torch.where(torch.arange(30) >= 12, input_gate, -torch.inf)
-    got = case.call(mlstm, *heads, closed, forget_gate, weight, bias)[:, :, 12:]
-    assert relative_error(got, case.call(mlstm_reference, *heads, closed, forget_gate, weight, bias)[:, :, 12:]) < 1e-11
+def closed_gates(case, run, device="cpu"):
+    """The result and the gradients of ``run`` with most gates closed, and those of the formula in float64."""
+    operands = case.operands(device)
+    closed = torch.arange(case.length, device=device) % 16 != 0
+    with torch.no_grad():
+        operands[3].masked_fill_(closed, -torch.inf)
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    results = []
+    for function, given in ((run, operands), (lambda *xs: case.call(mlstm_reference, *xs), exact)):
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y.sum(), given)])
+    return results
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_closed_input_gates_in_kernels(chunk, device, chunked, small_tiles):
+    chunked(chunk)
+    case = Case(length=70, eps=1e-2, norm_eps=1e-2)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        run = compiled(case, options={"disable": ["linear_scan"]})
+        got, want = closed_gates(case, run, "cuda" if device == "cuda" else "cpu")
+    assert all(relative_error(x, y) < 1e-5 for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize("device", ["eager", *DEVICES])
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_no_gate_is_open_yet(chunk, device, chunked, small_tiles):
+    """The result of such rows is not a number, as in the formula. Later rows, also of the same tile, do not see this."""
+    chunked(chunk)
+    case = Case(length=70, heads=1)
+    operands = case.operands("cuda" if device == "cuda" else "cpu")
+    run = compiled(case, options={"disable": ["linear_scan"]})
+    if device == "eager":
+        run = lambda *xs: case.call(mlstm, *xs)  # noqa: E731
+    with torch.no_grad(), triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        operands[3][..., :44] = -torch.inf
+        got = run(*operands)
+    want = case.call(mlstm_reference, *(x.detach().double() for x in operands))
+    assert got[:, :, :44].isnan().all()
+    assert relative_error(got[:, :, 44:], want[:, :, 44:]) < 1e-5
 
 
 CASES = {
@@ -146,8 +180,9 @@ def test_dynamic_lengths(device, chunked, small_tiles):
 
 def test_when_it_is_chosen(monkeypatch):
     query = torch.empty(1, 2, 100, 16)
-    assert chunks.chunk_size(query, query, with_states=True) == chunks.CHUNK
+    assert chunks.chunk_size(query, query, with_states=True) == 100, "a chunk of eager code is not padded"
     with triton_on_cpu():
+        assert chunks.chunk_size(query, query, with_states=True) == chunks.CHUNK
         assert chunks.chunk_size(query, query) == 0, "it has not been timed on GPUs"
         monkeypatch.setattr(chunks, "FEWEST_POSITIONS", 100)
         assert chunks.chunk_size(query, query) == chunks.CHUNK
