@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .api import mlstm
+from .reference import State
 
 
 class MLSTMCell(nn.Module):
@@ -40,12 +43,23 @@ class MLSTMCell(nn.Module):
         if self.norm_bias is not None:
             nn.init.zeros_(self.norm_bias)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The outputs [B, S, H] for queries, keys and values [B, S, H]. An output depends on the positions up to its own."""
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        initial_state: State | None = None,
+        return_final_state: bool = False,
+    ) -> Any:
+        """The outputs [B, S, H] for queries, keys and values [B, S, H]. An output depends on the positions up to its own.
+
+        The states are those of ``mlstm``; with ``return_final_state`` the result is (outputs, state).
+        """
         joined = torch.cat([queries, keys, values], dim=-1)
         input_gate, forget_gate = (gate(joined).transpose(1, 2) for gate in (self.input_gate, self.forget_gate))
         heads = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (queries, keys, values))
-        y = mlstm(
+        result = mlstm(
             *heads,
             input_gate,
             forget_gate,
@@ -53,5 +67,9 @@ class MLSTMCell(nn.Module):
             norm_bias=self.norm_bias,
             eps=self.eps,
             norm_eps=self.norm_eps,
+            initial_state=initial_state,
+            return_final_state=return_final_state,
         )
-        return y.transpose(1, 2).flatten(2)
+        y, *state = result if return_final_state else (result,)
+        y = y.transpose(1, 2).flatten(2)
+        return (y, *state) if state else y

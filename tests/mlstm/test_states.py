@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from inductor_ext.mlstm import chunks
+from inductor_ext.mlstm import MLSTMCell, chunks
 from inductor_ext.mlstm.api import mlstm
 from tests.attention.case import relative_error
 from tests.support.eager_graphs import eager_graphs
@@ -77,6 +77,13 @@ def test_the_states_of_rows_come_first():
     )
     assert torch.equal(y, hidden) and torch.equal(row_max[..., -1], maximum)
     assert matrix.shape == (1, 2, 16, 24) and vector.shape == (1, 2, 16)
+
+
+def test_a_cell_that_is_called_part_by_part():
+    cell, inputs = MLSTMCell(48, 4), [torch.randn(2, 20, 48) for _ in range(3)]
+    first, state = cell(*(x[:, :7] for x in inputs), return_final_state=True)
+    second = cell(*(x[:, 7:] for x in inputs), initial_state=state)
+    assert relative_error(torch.cat([first, second], 1), cell(*inputs)) < 1e-6
 
 
 def test_no_position():
