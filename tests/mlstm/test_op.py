@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_ext.mlstm import MLSTMCell
+from inductor_ext.mlstm import MLSTMCell, chunks
 from inductor_ext.mlstm.api import mlstm
 from inductor_ext.mlstm.reference import mlstm_reference
 from tests.attention.case import relative_error
@@ -92,7 +92,8 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("states", [False, True])
-def test_opcheck(states):
+def test_opcheck(states, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK", 4)
     case = Case(length=9)
     operands = case.operands()
     first = [torch.randn(1, 2, 16 * 25), torch.randn(1, 2, dtype=torch.float64)] if states else [None, None]
