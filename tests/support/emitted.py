@@ -57,7 +57,6 @@ def body(source):
     text = source[source.index("def triton_") :]
     text = re.sub(r"def triton_\w+\(.*?\):", "def kernel(...):", text, count=1, flags=re.DOTALL)
     text = re.sub(r"^ *\w+ : tl\.constexpr = .*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\.to\(tl\.(int32|float32)\)", "", text)
     text = re.sub(r"tl\.full\(\[1?\], ([^,]+), tl\.\w+\)", r"\1", text)
     text = re.sub(r"tl\.(maximum|minimum)\((.*), tl\.PropagateNan\.ALL\)", r"triton_helpers.\1(\2)", text)
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
