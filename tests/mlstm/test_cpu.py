@@ -8,6 +8,7 @@ import torch
 
 from inductor_ext.core import cpu_loops as dense_loops
 from inductor_ext.core.report import collect
+from inductor_ext.mlstm import chunks
 from tests.support import snapshots
 from tests.support.eager_graphs import eager_graphs
 from tests.support.joint_graphs import text
@@ -72,14 +73,16 @@ def test_columns_after_the_rows_are_not_computed(small_blocks):
 
 
 @pytest.mark.breadth(0)
-def test_memory_is_linear_in_the_length():
-    """No tensor of either graph, loop bodies included, holds length x length elements."""
+@pytest.mark.parametrize("chunk", [0, 128])
+def test_memory_is_linear_in_the_length(chunk, monkeypatch):
+    """No tensor of either graph, loop bodies included, holds length x length elements. The parallel form has loops."""
+    monkeypatch.setattr(chunks, "chunk_size", lambda *_: chunk)
     case = Case(length=2048, heads=1, value_width=16)
     with eager_graphs() as graphs:
         compiled(case)(*case.operands()).sum().backward()
     modules = [m for gm in graphs for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
     values = [n.meta.get("val") for m in modules for n in m.graph.nodes]
-    assert len(modules) > len(graphs) == 2
+    assert (len(modules) > 2) == (chunk == 0) and len(graphs) == 2
     assert max(x.numel() for x in values if isinstance(x, torch.Tensor)) <= dense_loops.QUERY_BLOCK * case.length
 
 
