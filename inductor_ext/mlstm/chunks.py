@@ -40,8 +40,8 @@ LARGE = 1e30
 WIDEST = {torch.float32: 64, torch.bfloat16: 128}
 #: The fewest positions for which GPUs use the chunkwise form; None is never. The kernels have not been timed on a GPU yet.
 FEWEST_POSITIONS: int | None = None
-#: CPUs use it from FEWEST_ON_CPU positions on, and FEWEST_FOR_WIDTH_ON_CPU times the widest head. (A state has the size of
-#: the square of that.)
+#: CPUs use it from the larger of two lengths on: FEWEST_ON_CPU, and FEWEST_FOR_WIDTH_ON_CPU times the width of the widest
+#: head, because a state has as many elements as the square of the width.
 FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU = 512, 4
 
 

@@ -92,13 +92,16 @@ def closed_gates(case, run, device="cpu"):
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [0, 32])
-def test_closed_input_gates_in_kernels(chunk, device, chunked, small_tiles):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_closed_input_gates_in_kernels(dtype, chunk, device, chunked, small_tiles):
     chunked(chunk)
-    case = Case(length=70, eps=1e-2, norm_eps=1e-2)
+    case = Case(length=70, eps=1e-2, norm_eps=1e-2, dtype=dtype)
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         run = compiled(case, options={"disable": ["linear_scan"]})
         got, want = closed_gates(case, run, "cuda" if device == "cuda" else "cpu")
-    assert all(relative_error(x, y) < 1e-5 for x, y in zip(got, want, strict=True))
+    # In bf16 this only shows that there is no NaN and nothing is far off; one draw has no sharper bound (Case.check).
+    most = 1e-5 if dtype is torch.float32 else 5e-2
+    assert all(relative_error(x, y) < most for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.breadth(3)
