@@ -87,10 +87,11 @@ def references(log_max: Tensor, chunk: int, first: Tensor | None = None) -> Tens
     Without a first state nothing is before the first chunk, and r_0 is the first M, so that no exponent is positive. M is
     -inf where every gate so far is. There r is finite, so that whatever it weighs gets the weight 0.
     """
-    length = log_max.shape[2]
-    edges = torch.arange(1, count(length, chunk) + 1, device=log_max.device) * chunk - 1
     first = log_max[..., 0] if first is None else first
-    return torch.cat([first[..., None], log_max[..., edges.clamp(max=length - 1)]], -1).clamp(min=-LARGE)
+    # M never decreases, so that its last value in a chunk is the largest. (An index that is clamped to the length would say
+    # it, too, but Inductor 2.11 cannot fuse a loop with such an index on a GPU.)
+    last = cut(log_max, chunk, -torch.inf).amax(-1)
+    return torch.cat([first[..., None], last], -1).clamp(min=-LARGE)
 
 
 def states(

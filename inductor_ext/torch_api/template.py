@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -33,7 +34,22 @@ class Template:
 
     def maybe_append_choice(self, choices: list[Any], **options: Any) -> None:
         """Append the kernel that these options give to ``choices``, unless they are not possible."""
+        for operands in ("input_nodes", "mutated_inputs"):
+            options[operands] = [as_it_is_now(x) for x in options[operands]]
         self._compiled.maybe_append_choice(choices, **options)
+
+
+def as_it_is_now(operand: Any) -> Any:
+    """The operand of a kernel in a box of its own.
+
+    An operation of the graph that writes to a tensor computes another buffer and puts it in the tensor's box. A kernel names
+    its operands when its code is written, after the whole graph was lowered, and would find the later buffer there.
+    """
+    if isinstance(operand, inductor_ir.TensorBox):
+        return as_it_is_now(operand.data)
+    if isinstance(operand, inductor_ir.ReinterpretView):
+        return dataclasses.replace(operand, data=as_it_is_now(operand.data))
+    return inductor_ir.StorageBox(operand.data) if isinstance(operand, inductor_ir.StorageBox) else operand
 
 
 def autotune(
@@ -52,7 +68,7 @@ def autotune(
     The subgraphs' inputs and outputs are stored on the template buffer, because Inductor looks there for the symbolic
     integers that an inlined subgraph uses.
     """
-    nodes = [x for x in inputs if isinstance(x, inductor_ir.IRNode)]
+    nodes = [as_it_is_now(x) for x in inputs if isinstance(x, inductor_ir.IRNode)]
     out = autotune_select_algorithm(name, choices, nodes, layout, input_gen_fns=input_gen_fns)
     if isinstance(out, tuple):
         out = out[0]

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from inductor_ext.attention import hoisting
 from tests.support.interpreter import triton_on_cpu
 
+from .case import relative_error
 from .cases import BIASES, FEATURES, REFUSED
 
 pytestmark = [
@@ -188,3 +189,24 @@ def test_a_float64_tensor_beside_fp32_queries(name, tma):
     assert out.dtype == torch.float32
     for mine, right in zip(got, want, strict=True):
         assert (mine - right).norm() < 1e-5 * right.norm()
+
+
+def test_a_mask_is_written_into_a_captured_bias():
+    """In the backward, zeros are written into the gradient of the bias. The kernel that computes it must not mistake what
+    this gives for its own operand."""
+    query, key, value = (torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3))
+    table, hidden = torch.randn(1, 2, 32, 32, requires_grad=True), torch.rand(1, 2, 32, 32) < 0.3
+
+    def attention(query, key, value, table):
+        bias = table * 1.0
+        bias[hidden] = -1e4
+        # The multiplication in the backward is fused into the kernel, so that Inductor writes the kernel's code last.
+        return flex_attention(query, key * 2, value, score_mod=lambda s, b, h, q, k: s + bias[b, h, q, k])
+
+    with triton_on_cpu():
+        out = torch.compile(attention, backend="gradfuse")(query, key, value, table)
+        got = torch.autograd.grad(out.sin().sum(), (query, key, value, table))
+    exact = [x.double() for x in (query, key, value, table)]
+    scores = exact[0] @ (exact[1] * 2).mT / 4 + exact[3].masked_fill(hidden, -1e4)
+    want = torch.autograd.grad((scores.softmax(-1) @ exact[2]).sin().sum(), (query, key, value, table))
+    assert max(relative_error(x, y) for x, y in zip(got, want, strict=True)) < 1e-5

@@ -211,6 +211,10 @@ def crash(program: Program, mode: str, device: str, error: Exception) -> Result:
     if mode == "graphs" and "with a bool tensor is not supported" in reason:
         # vmap, through which flex_attention calls a score_mod, lets it pass, and so does code generation.
         return Result("discarded", "op by op, PyTorch subtracts no booleans")
+    if program.overwrites >= 0 and "modified by an inplace operation" in reason:
+        # Of an input and what is computed from it, AOTAutograd keeps the smaller for the backward, under stock too:
+        # ``buffer.double() * x`` keeps the buffer. A program that overwrites it then raises, and is not silently wrong.
+        return Result("discarded", "an input that is kept for the backward is overwritten, which raises")
     if device == "cpu" and program.family in ("score_mods", "scans"):
         return Result("crash", reason)
     try:

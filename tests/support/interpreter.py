@@ -150,6 +150,7 @@ def triton_on_cpu(tma=False, **patches):
     """
     import triton
     from torch._inductor.runtime import triton_helpers, triton_heuristics
+    from torch._inductor.scheduler import BaseSchedulerNode
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -172,6 +173,8 @@ def triton_on_cpu(tma=False, **patches):
         stack.enter_context(mock.patch.object(triton_heuristics.CachingAutotuner, "__init__", init))
         guards = torch._C._dynamo.guards
         stack.enter_context(mock.patch.object(guards, "_empty_strided_cpu", _of_garbage(guards._empty_strided_cpu)))
+        # On a GPU, Inductor also fuses loops of different orders.
+        stack.enter_context(mock.patch.object(BaseSchedulerNode, "is_cpu", lambda node: False))
         stack.enter_context(whole_tiles())
         stack.enter_context(on_target(tma=tma))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False, compile_threads=1, **patches))
