@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.report import collect
@@ -45,7 +46,7 @@ class Model:
     """build: from overrides of the configuration to a model. batch, length: of the inputs. inputs: makes them.
 
     smaller: the overrides of a smoke test, and shorter: the length of its inputs. dtype: of the parameters. In fp32, a step
-    runs under autocast.
+    runs under autocast to ``autocast``.
     """
 
     build: Callable[..., nn.Module]
@@ -55,6 +56,7 @@ class Model:
     smaller: dict[str, Any]
     shorter: int = 64
     dtype: torch.dtype = torch.float32
+    autocast: torch.dtype = torch.bfloat16
 
 
 def _ids(batch: int, length: int) -> dict[str, Any]:
@@ -110,6 +112,35 @@ def _sam(**sizes: Any) -> nn.Module:
     return hf.SamVisionModel(hf.SamVisionConfig(**sizes))
 
 
+def _vitdet(**sizes: Any) -> nn.Module:
+    base = {"image_size": 1024, "use_relative_position_embeddings": True, "window_size": 14}
+    base |= {"window_block_indices": [0, 1, 3, 4, 6, 7, 9, 10]}
+    return hf.VitDetModel(hf.VitDetConfig(**base | sizes))
+
+
+class _EsmFoldTrunk(nn.Module):
+    """Blocks of ESMFold's trunk: attention with a bias from pairs, and two triangle attentions, as in AlphaFold."""
+
+    def __init__(self, blocks: int, **sizes: Any) -> None:
+        super().__init__()
+        folding = hf.EsmConfig(vocab_size=33, is_folding_model=True, esmfold_config={"trunk": sizes}).esmfold_config
+        self.blocks = nn.ModuleList(EsmFoldTriangularSelfAttentionBlock(folding.trunk) for _ in range(blocks))
+
+    def forward(self, sequence: torch.Tensor, pairs: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for block in self.blocks:
+            sequence, pairs = block(sequence, pairs, mask)
+        return pairs, sequence
+
+
+def _esmfold(blocks: int = 4, **sizes: Any) -> nn.Module:
+    return _EsmFoldTrunk(blocks, **sizes)
+
+
+def _residues(batch: int, length: int) -> dict[str, torch.Tensor]:
+    sequence, pairs = torch.randn(batch, length, 1024), torch.randn(batch, length, length, 128)
+    return {"sequence": sequence, "pairs": pairs, "mask": torch.ones(batch, length)}
+
+
 def _mpnet(**sizes: Any) -> nn.Module:
     return hf.MPNetModel(hf.MPNetConfig(**{"max_position_embeddings": 514} | sizes), add_pooling_layer=False)
 
@@ -150,6 +181,9 @@ MODELS = {
         _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS, 8000
     ),
     "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}, 1024),
+    "vitdet_b": Model(_vitdet, 1, 1024, _images, {**_TWO_LAYERS, "window_block_indices": [0]}, 1024),
+    # In bf16 its softmax tries to import another package, at which Dynamo ends the graph.
+    "esmfold_trunk": Model(_esmfold, 1, 256, _residues, {"blocks": 1}, 20, autocast=torch.float16),
     "mixtral": Model(_mixtral, 2, 4096, _ids, {**_FEW_EXPERTS, "intermediate_size": 64}, dtype=torch.bfloat16),
     "qwen3_moe": Model(
         _qwen3_moe, 4, 4096, _ids, {**_FEW_EXPERTS, "moe_intermediate_size": 32, "num_experts": 8}, dtype=torch.bfloat16
@@ -159,9 +193,9 @@ MODELS = {
 }
 
 
-def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: bool) -> None:
+def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: torch.dtype | None) -> None:
     model.zero_grad(set_to_none=True)
-    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+    with torch.autocast(device, autocast, enabled=autocast is not None):
         hidden = model(**inputs)[0]
     hidden.float().square().mean().backward()
 
@@ -173,7 +207,7 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
     model = case.build(**(case.smaller if smoke else {})).train().to(device, case.dtype)
     batch, length = (1, case.shorter) if smoke else (case.batch, case.length)
     inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in case.inputs(batch, length).items()}
-    autocast = case.dtype is torch.float32
+    autocast = case.autocast if case.dtype is torch.float32 else None
     row: dict[str, Any] = {"model": name, "batch": batch, "length": length, "peer": peer}
     run = torch.compile(model, backend=BACKENDS[peer]) if peer != "eager" else model
     begin = time.perf_counter()

@@ -32,14 +32,15 @@ from ..core.fx import working_dtype
 from ..core.linear_scan import linear_scan
 from ..core.target import Target
 
-#: The number of positions in a chunk. Tiles divide it.
-CHUNK = 128
+#: The number of positions in a chunk, of kernels and elsewhere. The tiles of kernels divide it.
+CHUNK_IN_KERNELS, CHUNK = 256, 128
 #: Larger than any gate.
 LARGE = 1e30
 #: The widest head of queries, keys or values. The forward of wider ones spills registers (built for sm_90).
 WIDEST = {torch.float32: 64, torch.bfloat16: 128}
-#: The fewest positions for which GPUs use the chunkwise form; None is never. The kernels have not been timed on a GPU yet.
-FEWEST_POSITIONS: int | None = None
+#: GPUs use the chunkwise form for sequences of at least FEWEST_POSITIONS, if all heads of all sequences together have at
+#: least FEWEST_ROWS. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md).
+FEWEST_POSITIONS, FEWEST_ROWS = 4096, 65536
 #: CPUs use it from the larger of two lengths on: FEWEST_ON_CPU, and FEWEST_FOR_WIDTH_ON_CPU times the width of the widest
 #: head, because a state has as many elements as the square of the width.
 FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU = 512, 4
@@ -50,13 +51,18 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False) -> int:
 
     with_states: whether a state is given or wanted, for which there is no parallel form.
     """
-    length, widths = query.shape[2], (query.shape[-1], value.shape[-1])
+    batch, heads, length, _ = query.shape
+    widths = (query.shape[-1], value.shape[-1])
+    runs_kernels = Target.of(query.device).triton
+    has_kernels = runs_kernels and fits(query.dtype, *widths)
     if with_states:
-        kernels = Target.of(query.device).triton and fits(query.dtype, *widths)
-        return CHUNK if kernels or not isinstance(length, int) else min(CHUNK, length)
-    if not Target.of(query.device).triton:
+        if has_kernels:
+            return CHUNK_IN_KERNELS
+        return min(CHUNK, length) if isinstance(length, int) else CHUNK
+    if not runs_kernels:
         return CHUNK if length >= max(FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU * max(widths)) else 0
-    return CHUNK if FEWEST_POSITIONS is not None and fits(query.dtype, *widths) and length >= FEWEST_POSITIONS else 0
+    long = has_kernels and length >= FEWEST_POSITIONS and batch * heads * length >= FEWEST_ROWS
+    return CHUNK_IN_KERNELS if long else 0
 
 
 def fits(dtype: torch.dtype, *widths: int) -> bool:

@@ -185,11 +185,13 @@ def test_when_it_is_chosen(monkeypatch):
     query = torch.empty(1, 2, 100, 16)
     assert chunks.chunk_size(query, query, with_states=True) == 100, "a chunk of eager code is not padded"
     with triton_on_cpu():
-        assert chunks.chunk_size(query, query, with_states=True) == chunks.CHUNK
-        assert chunks.chunk_size(query, query) == 0, "it has not been timed on GPUs"
+        assert chunks.chunk_size(query, query, with_states=True) == chunks.CHUNK_IN_KERNELS
+        assert chunks.chunk_size(query, query) == 0
         monkeypatch.setattr(chunks, "FEWEST_POSITIONS", 100)
-        assert chunks.chunk_size(query, query) == chunks.CHUNK
-        assert chunks.chunk_size(query, query[:, :, :99]) == chunks.CHUNK
+        assert chunks.chunk_size(query, query) == 0
+        monkeypatch.setattr(chunks, "FEWEST_ROWS", 200)
+        assert chunks.chunk_size(query, query) == chunks.CHUNK_IN_KERNELS
+        assert chunks.chunk_size(query[:, :1], query) == 0
         assert chunks.chunk_size(query[:, :, :99], query) == 0
         assert chunks.chunk_size(query, torch.empty(1, 2, 100, 65)) == 0
         # float64 has no kernel, and the sums of a state may not fit float16.

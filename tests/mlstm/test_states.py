@@ -22,6 +22,7 @@ from .test_compiled import compiled
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 32)
+    monkeypatch.setattr(chunks, "CHUNK_IN_KERNELS", 32)
 
 
 @pytest.mark.parametrize("first, last", [(True, True), (True, False), (False, True)])
@@ -150,8 +151,10 @@ def test_kernels(name, device, small_chunks, small_tiles):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)])
 def test_lengths(dtype, width):
+    # With fewer heads the gradient of the first maximum is too few numbers to compare rounding errors by.
+    sizes = {"batch": 4, "heads": 4, "width": width, "value_width": width}
     for length in (97, 1000):
-        case = Case(length=length, width=width, value_width=width, dtype=dtype, spread=1.0, first=True, last=True)
+        case = Case(length=length, dtype=dtype, spread=1.0, first=True, last=True, **sizes)
         case.check(compiled(case), "cuda")
 
 

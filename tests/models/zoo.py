@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
 LENGTH = 32
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -69,6 +70,35 @@ def sam():
     )
 
 
+def vitdet():
+    sizes = {"image_size": 64, "pretrain_image_size": 64, "patch_size": 8, "window_size": 4, "window_block_indices": [0]}
+    sizes = _SMALL | sizes | {"use_relative_position_embeddings": True, "mlp_ratio": 1}
+    return hf.VitDetModel(hf.VitDetConfig(**{k: n for k, n in sizes.items() if k != "intermediate_size"}))
+
+
+class EsmFoldBlock(EsmFoldTriangularSelfAttentionBlock):
+    """A block of ESMFold's trunk, with the pairs first."""
+
+    def forward(self, sequence, pairs, mask):
+        return super().forward(sequence, pairs, mask)[::-1]
+
+
+def esmfold():
+    widths = {"sequence_state_dim": 64, "pairwise_state_dim": 32, "sequence_head_width": 16, "pairwise_head_width": 16}
+    config = hf.EsmConfig(vocab_size=33, is_folding_model=True, esmfold_config={"trunk": widths})
+    block = EsmFoldBlock(config.esmfold_config.trunk)
+    for parameter in block.parameters():
+        # Many begin at zero, where the others have no gradient.
+        torch.nn.init.normal_(parameter, std=0.2)
+    return block
+
+
+def residues():
+    """No padding: the scores of a row that is all padding are -1e9, which in fp32 is all that is left of them."""
+    sequence, pairs = torch.randn(2, LENGTH, 64), torch.randn(2, LENGTH, LENGTH, 32)
+    return {"sequence": sequence, "pairs": pairs, "mask": torch.ones(2, LENGTH)}
+
+
 def conformer():
     features = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
     names = "hidden_dropout attention_dropout activation_dropout feat_proj_dropout layerdrop conformer_conv_dropout"
@@ -100,6 +130,8 @@ MODELS = {
     "swin_v2": Model(lambda: swin(hf.Swinv2Config, hf.Swinv2Model), lambda: image(32), 4),
     "beit": Model(beit, lambda: image(32), 2),
     "sam": Model(sam, lambda: image(64), 2),
+    "vitdet": Model(vitdet, lambda: image(64), 2),
+    "esmfold": Model(esmfold, residues, 3),
     "gpt_oss": Model(gpt_oss, lambda: tokens() | {"use_cache": False}, 2),
     "wav2vec2_conformer": Model(conformer, lambda: {"input_values": torch.randn(2, 1000)}, 2),
 }

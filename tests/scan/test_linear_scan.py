@@ -52,6 +52,18 @@ def test_against_a_loop(length, slices, channels, reverse, device):
     assert got.stride() == x.stride()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length, channels", [(2, 20), (33, 140)])
+def test_one_coefficient_for_all_channels(length, channels, reverse, device):
+    c, x = operands(length, 3, channels, torch.float32, device)
+    c = c[..., :1].contiguous().expand(-1, -1, channels)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        got, (code,) = run_and_get_code(compiled(reverse, torch.float32), c, x)
+    assert "BLOCK_T : tl.constexpr = 1\n" in code
+    assert relative_error(got, scan(c.double(), x.double(), reverse, torch.float64)) < 1e-6
+
+
 @pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("reverse", [False, True])

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from ...core.fx import cone, dtype_of, fake_tensor, shape_of
+from ...core.purity import is_pure
 from ...core.terms import CASTS, arg, calls_torch, is_tensor, op, reads_shape
 from ...core.writes import Writes
 from ...torch_api.sizes import statically_known_true
@@ -222,6 +223,12 @@ def _ignores_values(user: Node, scores: Node) -> bool:
     return fills or reads_shape(user, scores)
 
 
+def _without_effect(node: Node) -> set[Node]:
+    """Return the node and all that is computed from it, if nothing comes of it: probabilities that a caller drops."""
+    users = [_without_effect(user) for user in node.users]
+    return {node}.union(*users) if is_pure(node) and calls_torch(node) and all(users) else set()
+
+
 def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:
     """Return the nodes of the scores and probabilities.
 
@@ -229,6 +236,7 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
     """
     chain = {n for (n, _), element in lift.visited.items() if depends_on_scores(element)}
     inside = chain | set(between)
+    inside |= {unused for node in inside for user in node.users if user is not last for unused in _without_effect(user)}
     for node in inside:
         others = [u for u in node.users if u not in inside and u is not last and not _ignores_values(u, node)]
         if others:

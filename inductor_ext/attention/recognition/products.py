@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from ...core.fx import fake_tensor, shape_of
-from ...core.terms import arg, op
+from ...core.terms import arg, is_tensor, op
 from ...torch_api.sizes import statically_known_true
 from ..kinds import K, Q
 from .indices import Ranges
@@ -81,6 +83,15 @@ def _factors(node: Node) -> list[Any]:
     return list(node.args[:2]) if len(node.args) >= 2 else [arg(node, 0, "input"), arg(node, 1, "other")]
 
 
+def _without_ellipses(first: str, second: str, out: str, ranks: Sequence[int]) -> tuple[str, str, str] | None:
+    """The letters of an einsum with one for each dim that ``...`` stands for, counted from the last of these dims."""
+    hidden = [rank - len(x.replace("...", "")) for rank, x in zip(ranks, (first, second), strict=True)]
+    free = "".join(x for x in string.ascii_letters if x not in first + second)[: max(hidden, default=0)]
+    counts = (*hidden, len(free))
+    letters = tuple(x.replace("...", free[len(free) - n :]) for x, n in zip((first, second, out), counts, strict=True))
+    return None if "." in "".join(letters) else letters
+
+
 def equation(node: Node) -> tuple[str, str, str] | None:
     """Return the letters of the dims of both factors and of a product, or None if ``node`` is no product of two tensors."""
     name = op(node)
@@ -88,10 +99,9 @@ def equation(node: Node) -> tuple[str, str, str] | None:
         text = node.args[0].replace(" ", "") if isinstance(node.args[0], str) else ""
         factors = _factors(node)
         sides = text.split("->")
-        if len(sides) != 2 or len(factors) != 2 or "." in text or sides[0].count(",") != 1:
+        if len(sides) != 2 or len(factors) != 2 or sides[0].count(",") != 1 or not all(map(is_tensor, factors)):
             return None
-        first, second = sides[0].split(",")
-        return first, second, sides[1]
+        return _without_ellipses(*sides[0].split(","), sides[1], [len(shape_of(x)) for x in factors])
     if name != "matmul" or len(_factors(node)) != 2 or any(fake_tensor(x) is None for x in _factors(node)):
         return None
     ranks = [len(shape_of(x)) for x in _factors(node)]

@@ -265,6 +265,16 @@ def soft_capped(q, k, v, bias):
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
+def esmfold(x, pairs, exists):
+    """Dims that an ellipsis stands for, and probabilities that a caller drops."""
+    q, k, v = x.permute(0, 2, 1, 3).chunk(3, dim=-1)
+    scores = torch.einsum("...qc,...kc->...qk", 0.25 * q, k) + pairs.permute(0, 3, 1, 2)
+    scores = scores.masked_fill(exists[:, None, None] == False, -torch.inf)  # noqa: E712
+    probabilities = F.softmax(scores, dim=-1)
+    _ = probabilities.permute(0, 3, 1, 2)
+    return torch.einsum("...hqk,...hkc->...qhc", probabilities, v).reshape(B, S, -1)
+
+
 def documents(q, k, v, table, document):
     """A boolean mask of SDPA hides other documents, and a causal one later keys."""
     i = torch.arange(S)
@@ -299,6 +309,7 @@ SPELLINGS = {
     "triangle_of_a_batch": Spelling(
         triangle, (*((2, 8, H, S, D),) * 3, padding().float()[:, None, None, None], (2, 1, H, S, S))
     ),
+    "esmfold": Spelling(esmfold, ((B, S, H, 3 * D), (B, S, S, H), padding())),
     "learned_alibi": Spelling(learned_alibi, (*HEADS, (H,), padding())),
     "gpt_oss": Spelling(gpt_oss, (HEADS[0], *((B, 1, S, D),) * 2, (H,), padding([1])), "1 are learned, with its sink"),
     "off_by_one": Spelling(off_by_one, (*HEADS, (H, 2 * S - 1)), "with its sink"),
