@@ -224,9 +224,12 @@ def _ignores_values(user: Node, scores: Node) -> bool:
 
 
 def _without_effect(node: Node) -> set[Node]:
-    """Return the node and all that is computed from it, if nothing comes of it: probabilities that a caller drops."""
+    """Return the node and all that is computed from it, if nothing comes of it: probabilities that a caller drops.
+
+    What computes no tensor, as an assertion, may have an effect.
+    """
     users = [_without_effect(user) for user in node.users]
-    return {node}.union(*users) if is_pure(node) and calls_torch(node) and all(users) else set()
+    return {node}.union(*users) if is_pure(node) and calls_torch(node) and is_tensor(node) and all(users) else set()
 
 
 def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:

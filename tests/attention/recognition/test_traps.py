@@ -78,6 +78,12 @@ def a_sink_with_a_value(q, k, v, bias):
     return scores.softmax(-1) @ v
 
 
+def an_assertion_about_probabilities(q, k, v, bias):
+    probabilities = (q @ k.mT + bias).softmax(-1)
+    torch._assert_async((probabilities >= 0).all())
+    return probabilities @ v
+
+
 def talking_heads(q, k, v, bias):
     scores = torch.einsum("hg,bgqk->bhqk", bias[0, :, :H, 0], q @ k.mT + bias)
     return scores.softmax(-1) @ v
@@ -86,6 +92,7 @@ def talking_heads(q, k, v, bias):
 LOOKALIKES = {
     probabilities_are_returned: "also used",
     probabilities_change_in_place: None,
+    an_assertion_about_probabilities: "also used",
     a_mask_after_the_softmax: None,
     softmax_over_queries: "not over the keys",
     softmax_over_heads: "not over the keys",
