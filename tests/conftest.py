@@ -1,8 +1,8 @@
 """Every test starts from a clean Dynamo; without a GPU, Triton kernels run in Triton's interpreter.
 
 ``pytest`` runs the quick suite: every feature and every layer, and of a test with many cases some of them, as its marker
-``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others, and ``pytest -m full --share
-1/3`` a third of them.
+``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others. With ``--share 1/3`` both run
+a third of their tests.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from inductor_ext.torch_api.config import without_caches
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", help="I/N: of the tests that the quick suite leaves out, run every N-th from the I-th on")
+    parser.addoption("--share", help="I/N: of the tests that would run, run every N-th from the I-th on")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(config, items):
     mark_breadth(items)
     if config.getoption("--share"):
         left_out = [item for item in items if item.get_closest_marker("full")]
-        others = set(left_out) - set(share_of(left_out, config.getoption("--share")))
+        quick = [item for item in items if not item.get_closest_marker("full")]
+        others = set(items).difference(*(share_of(tests, config.getoption("--share")) for tests in (left_out, quick)))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
     if not torch.cuda.is_available():
