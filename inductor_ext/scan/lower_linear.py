@@ -33,9 +33,9 @@ def _tile(block_t: int, block_l: int, num_warps: int, stages: int) -> dict[str, 
 
 #: The tiles where channels are innermost, by the size of an element in bytes. Measurements are in benchmarks/NOTES.md.
 CHANNELS_INNERMOST = {2: _tile(128, 16, 4, 3), 4: _tile(64, 16, 4, 3), 8: _tile(64, 16, 4, 3)}
-#: The tile where all channels of a slice have the same coefficients, as in the states of mLSTM. These are few times of many
-#: channels, so that a tile of many times would be mostly empty.
-ONE_COEFFICIENT = _tile(1, 128, 4, 5)
+#: The tile where all channels of a slice have the same coefficients, for at most FEW_TIMES, as in the states of mLSTM.
+#: A tile of many times would be mostly empty.
+FEW_TIMES, ONE_COEFFICIENT = 1024, _tile(1, 128, 4, 5)
 #: The tiles where time is innermost. A warp scans a row; if there are fewer rows than MANY_ROWS, four warps do.
 MANY_ROWS = 2048
 TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1)
@@ -43,8 +43,8 @@ TIME_INNERMOST, TIME_INNERMOST_OF_FEW = _tile(256, 1, 1, 1), _tile(1024, 1, 4, 1
 
 def _choose(sizes: Sequence[Any], itemsize: int, coefficient_stride: Any) -> dict[str, Any]:
     """The tile for [P, T, L]. coefficient_stride: that along L, or None without coefficients."""
-    slices, _, channels = sizes
-    if channels != 1 and coefficient_stride == 0:
+    slices, times, channels = sizes
+    if channels != 1 and coefficient_stride == 0 and hint(times) <= FEW_TIMES:
         return ONE_COEFFICIENT
     if channels != 1:
         return CHANNELS_INNERMOST[itemsize]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,19 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     return box
 
 
+def as_it_is_now(operand: Any) -> Any:
+    """The operand of a kernel in a box of its own.
+
+    An operation of the graph that writes to a tensor computes another buffer and puts it in the tensor's box. A kernel names
+    its operands when its code is written, after the whole graph was lowered, and would find the later buffer there.
+    """
+    if isinstance(operand, inductor_ir.TensorBox):
+        return as_it_is_now(operand.data)
+    if isinstance(operand, inductor_ir.ReinterpretView):
+        return dataclasses.replace(operand, data=as_it_is_now(operand.data))
+    return inductor_ir.StorageBox(operand.data) if isinstance(operand, inductor_ir.StorageBox) else operand
+
+
 def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Callable[..., Any]) -> Any:
     """Store ``target[at(index)] = load(index)`` for every index of ``size``. Changes ``target``."""
     target.realize()
@@ -39,7 +53,8 @@ def store_at(target: Any, load: Callable[..., Any], size: Sequence[Any], at: Cal
         output_indexer=at,
         scatter_mode=None,
     )
-    buffer = inductor_ir.ComputedBuffer(name=None, layout=inductor_ir.MutationLayoutSHOULDREMOVE(target), data=scatter)
+    layout = inductor_ir.MutationLayoutSHOULDREMOVE(as_it_is_now(target))
+    buffer = inductor_ir.ComputedBuffer(name=None, layout=layout, data=scatter)
     buffer.name = V.graph.register_buffer(buffer)
     V.graph.register_operation(buffer)
     return target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,6 +9,8 @@ from typing import Any
 
 from torch._inductor import ir as inductor_ir
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+
+from .ir import as_it_is_now
 
 __all__ = ["SymbolicGridFn"]
 
@@ -37,19 +38,6 @@ class Template:
         for operands in ("input_nodes", "mutated_inputs"):
             options[operands] = [as_it_is_now(x) for x in options[operands]]
         self._compiled.maybe_append_choice(choices, **options)
-
-
-def as_it_is_now(operand: Any) -> Any:
-    """The operand of a kernel in a box of its own.
-
-    An operation of the graph that writes to a tensor computes another buffer and puts it in the tensor's box. A kernel names
-    its operands when its code is written, after the whole graph was lowered, and would find the later buffer there.
-    """
-    if isinstance(operand, inductor_ir.TensorBox):
-        return as_it_is_now(operand.data)
-    if isinstance(operand, inductor_ir.ReinterpretView):
-        return dataclasses.replace(operand, data=as_it_is_now(operand.data))
-    return inductor_ir.StorageBox(operand.data) if isinstance(operand, inductor_ir.StorageBox) else operand
 
 
 def autotune(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_ext.gathers import segment_sum as segments
-from inductor_ext.gathers.row_sums import gather_sum, segment_sum
+from inductor_ext.gathers.row_sums import gather_sum, place_rows, segment_sum
 from tests.attention.case import relative_error
 from tests.support import snapshots
 from tests.support.emitted import body, kernels_of, segment_kernels
@@ -130,3 +130,20 @@ def test_gather_sum_is_one_kernel():
 def test_emitted_kernels():
     for name, (source, _) in zip(("segment_sum", "segment_totals"), segment_kernels(96), strict=True):
         snapshots.check(__file__, name, body(source))
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+def test_a_mask_is_written_over_placed_rows(device):
+    """Inductor computes the masked tensor in another buffer. The rows are stored in their own all the same."""
+    values, to = torch.randn(32, 16, device=torch_device(device)), torch.randperm(32).to(torch_device(device))
+    hidden = torch.rand(32, 16, device=values.device) < 0.4
+
+    def masked(values, to, hidden):
+        out = place_rows(values * 2, to)
+        out[hidden] = 0.0
+        return out + 1
+
+    run, scope = compiled(masked, device)
+    with scope if device != "cpu" else contextlib.nullcontext():
+        got = run(values, to, hidden)
+    assert torch.equal(got, masked(values, to, hidden))

@@ -223,13 +223,12 @@ def _ignores_values(user: Node, scores: Node) -> bool:
     return fills or reads_shape(user, scores)
 
 
-def _without_effect(node: Node) -> set[Node]:
-    """Return the node and all that is computed from it, if nothing comes of it: probabilities that a caller drops.
+def has_no_effect(node: Node) -> bool:
+    """Return whether nothing uses a tensor that is computed: of probabilities that a caller drops.
 
     What computes no tensor, as an assertion, may have an effect.
     """
-    users = [_without_effect(user) for user in node.users]
-    return {node}.union(*users) if is_pure(node) and calls_torch(node) and is_tensor(node) and all(users) else set()
+    return not node.users and is_pure(node) and calls_torch(node) and is_tensor(node)
 
 
 def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[Node]:
@@ -239,9 +238,9 @@ def _check_inside(lift: Lift, between: Sequence[Node], last: Node) -> frozenset[
     """
     chain = {n for (n, _), element in lift.visited.items() if depends_on_scores(element)}
     inside = chain | set(between)
-    inside |= {unused for node in inside for user in node.users if user is not last for unused in _without_effect(user)}
+    known = inside | {last}
     for node in inside:
-        others = [u for u in node.users if u not in inside and u is not last and not _ignores_values(u, node)]
+        others = [u for u in node.users if u not in known and not has_no_effect(u) and not _ignores_values(u, node)]
         if others:
             raise NotAttention(f"its scores or probabilities are also used elsewhere ({line_of(others[0])})")
     reads = {e.node: None for e in lift.visited.values() if isinstance(e, Read)}

@@ -39,7 +39,7 @@ from .grouped import keys_and_values
 from .indices import POSITIONS, B, H
 from .lifting import NotAttention, line_of
 from .masks import masks_of, shifted
-from .pattern import find
+from .pattern import find, has_no_effect
 from .rows import largest
 from .sinks import shared
 from .skipping import skipped_blocks
@@ -317,6 +317,9 @@ def _erase_unused(before: Node, last: Node) -> None:
 def _erase(gm: GraphModule, attention: Attention) -> None:
     """Erase what only the attention used. Dead dropout and in-place operations would stay in the graph otherwise."""
     dead = {attention.last, *attention.inside}
+    # These may share memory with something else, as a view that has the shape of the probabilities does.
+    for user in {user for node in dead for user in node.users if user not in dead and has_no_effect(user)}:
+        gm.graph.erase_node(user)
     own = {storage_of(x) for n in dead if (x := fake_tensor(n)) is not None and not changes_in_place(n)}
     for node in sorted(dead, reverse=True):
         outside = changes_in_place(node) and storage_of(fake_tensor(node)) not in own

@@ -183,6 +183,15 @@ def scores_are_added_to_a_bias_in_place(q, k, v, bias):
     return bias.softmax(-1) @ v + twice.sum()
 
 
+def scores_are_added_in_place_beside_what_is_dropped(q, k, v, bias):
+    """The last view has the shape of the probabilities, but the memory of what is also returned."""
+    base = torch.ones(B, H, S, S)
+    scores = base.add_(q @ k.mT)
+    probabilities = (scores + bias).softmax(-1)
+    base.expand_as(probabilities).mT  # noqa: B018
+    return probabilities @ v + base.sum()
+
+
 def a_bias_is_computed_without_gradient(q, k, v, table):
     with torch.no_grad():
         frozen = table[:, (torch.arange(S)[:, None] - torch.arange(S)[None, :]) + S]
@@ -205,6 +214,7 @@ EFFECTS = {
     a_bias_is_computed_without_gradient: TABLE,
     a_detached_bias: TABLE,
     scores_are_added_to_a_bias_in_place: BIAS,
+    scores_are_added_in_place_beside_what_is_dropped: BIAS,
 }
 
 
@@ -213,6 +223,22 @@ EFFECTS = {
 def test_effects_between_a_bias_and_its_use(function):
     (found,) = decisions(function, *tensors(), randn(*EFFECTS[function]))
     assert found.path == "flex_attention"
+
+
+def test_a_deep_model_behind_an_attention():
+    """What comes of an attention is not followed, neither by recursion nor on each of many paths."""
+
+    def function(q, k, v, bias):
+        out = biased(q, k, v, bias) + (q @ k.mT + bias).softmax(-1) @ v
+        for _ in range(600):
+            out = out + out * 0.5
+        return out
+
+    graphs = []
+    torch.compile(function, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)(*tensors(), randn(1, H, S, S))
+    with collect() as report:
+        _recognise(graphs[0])
+    assert [d.path for d in report.decisions] == ["flex_attention"] * 2
 
 
 def biased(q, k, v, bias):
