@@ -64,6 +64,19 @@ def test_one_coefficient_for_all_channels(length, channels, reverse, device):
     assert relative_error(got, scan(c.double(), x.double(), reverse, torch.float64)) < 1e-6
 
 
+@INTERPRETED
+def test_the_kernel_of_one_coefficient(monkeypatch):
+    c, x = operands(33, 3, 140, torch.float32, "cpu")
+    c = c[..., :1].contiguous().expand(-1, -1, 140)
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(compiled(True, torch.float32), c, x)
+        (source,) = [k for k in kernels_of(code) if "GATED" in k]
+        snapshots.check(__file__, "linear_scan_one_coefficient", body(source))
+        monkeypatch.setattr(linear_scan_lowering, "FEW_TIMES", 32)
+        _, (code,) = run_and_get_code(compiled(True, torch.float32), c, x)
+    assert "BLOCK_T : tl.constexpr = 64\n" in code
+
+
 @pytest.mark.breadth(4)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("reverse", [False, True])
