@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_ext.attention.recognition import rewrite as rewrite_module
+from inductor_ext.attention.recognition.pattern import has_no_effect
 from inductor_ext.core.fx import fake_tensor
 from inductor_ext.core.report import collect
 from inductor_ext.options import Options
@@ -223,6 +224,24 @@ EFFECTS = {
 def test_effects_between_a_bias_and_its_use(function):
     (found,) = decisions(function, *tensors(), randn(*EFFECTS[function]))
     assert found.path == "flex_attention"
+
+
+def test_nothing_of_an_attention_stays_whose_probabilities_are_dropped():
+    def function(q, k, v, bias):
+        probabilities = F.dropout((q @ k.mT + bias).softmax(-1), 0.5, True)
+        _ = probabilities.permute(0, 3, 1, 2)
+        return probabilities @ v
+
+    graphs = []
+    torch.compile(function, backend=lambda gm, _: graphs.append(gm) or gm, fullgraph=True)(*tensors(), randn(1, H, S, S))
+    _recognise(graphs[0])
+    names = {getattr(n.target, "__name__", n.target) for n in graphs[0].graph.nodes}
+    assert not names & {"softmax", "dropout"}, names
+
+
+def test_what_computes_no_tensor_may_have_an_effect():
+    graph = torch.fx.Graph()
+    assert not has_no_effect(graph.call_function(torch._assert_async, (graph.placeholder("x"),)))
 
 
 def test_a_deep_model_behind_an_attention():
