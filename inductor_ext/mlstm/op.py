@@ -165,7 +165,7 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Te
     if ends:
         through_max = through_max + _at_the_end(_through_last_max(last, grad_last, grad_last_max), through_max)
     if ctx.eps or ends:
-        to_input, to_decay = _through_maximum(through_max, log_weight == log_max)
+        to_input, to_decay = _through_maximum(through_max, log_weight, log_max)
         of_input, of_decay = of_input + to_input, of_decay + to_decay
     grad_forget = (of_decay * torch.sigmoid(-forget_gate.double())).to(forget_gate.dtype)
     # m of the first state is added to every sum of log gates that begins with the first forget gate, as this gate is.
@@ -245,19 +245,20 @@ def _from_here(x: Tensor) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
-def _through_maximum(amounts: Tensor, is_maximum: Tensor) -> tuple[Tensor, Tensor]:
+def _through_maximum(amounts: Tensor, log_weight: Tensor, log_max: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of g and of the steps of F if row t passes ``amounts_t`` to the column of its maximum.
 
-    amounts: [B, N, S]. is_maximum: whether the column t is the maximum of row t. Each column that is one gets the amounts of
-    the rows from its own up to the next such column. What the rows before the first such column pass goes to the first
-    state; it is among the gradients of the first step. Returns two tensors in float64.
+    All are [B, N, S]. The column of a maximum is the first one that reaches it, and it gets the amounts of the rows from its
+    own up to where the maximum rises again. What the rows before the first such column pass goes to the first state; it is
+    among the gradients of the first step. Returns two tensors in float64.
     """
-    length = amounts.shape[-1]
-    positions = torch.arange(length, device=amounts.device)
-    following = torch.where(is_maximum, positions, length).flip(-1).cummin(-1).values.flip(-1)
+    before = F.pad(log_max[..., :-1], (1, 0), value=-torch.inf)
+    is_maximum = (log_weight == log_max) & (log_max > before)
+    # The maximum never decreases, so that a search finds where it rises.
+    next_rise = torch.searchsorted(log_max, log_max, right=True)
     from_here = F.pad(_from_here(amounts.double()), (0, 1))
-    from_maximum = F.pad(from_here.gather(-1, following), (0, 1))
-    return from_maximum[..., :-1] - from_maximum[..., 1:], from_here[..., :-1] - from_maximum[..., :-1]
+    up_to_there = from_here[..., :-1] - from_here.gather(-1, next_rise)
+    return torch.where(is_maximum, up_to_there, 0), torch.where(is_maximum, 0, up_to_there)
 
 
 mlstm_op.register_autograd(_backward, setup_context=_save)

@@ -75,6 +75,20 @@ def test_closed_input_gates(chunk, chunked):
     assert all(relative_error(x, y) < 1e-11 for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_several_columns_reach_the_maximum(chunk, chunked):
+    """The first of them gets what rows pass to their maximum, as from torch's ``max``."""
+    chunked(chunk)
+    case = Case(length=30, eps=1e-1, norm_eps=1e-2, dtype=torch.float64)
+    *heads, input_gate, forget_gate, weight, bias = case.operands()
+    with torch.no_grad():
+        input_gate.copy_(torch.arange(case.length) // 10)
+        forget_gate.fill_(1000)
+    operands = [*heads, input_gate, forget_gate, weight, bias]
+    got, want = (torch.autograd.grad(case.call(f, *operands).square().sum(), operands) for f in (mlstm, mlstm_reference))
+    assert all(relative_error(x, y) < 1e-11 for x, y in zip(got, want, strict=True))
+
+
 def closed_gates(case, run, device="cpu"):
     """The result and the gradients of ``run`` with most gates closed, and those of the formula in float64."""
     operands = case.operands(device)
