@@ -19,7 +19,7 @@ from inductor_ext.core.target import SHARED_MEMORY, Target
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
-from tests.support.emitted import bin_sums_kernel, segment_kernels, triton_sources
+from tests.support.emitted import bin_sums_kernel, entry_sums_kernel, segment_kernels, triton_sources
 from tests.support.offline import Builder
 from tests.support.targets import on_target
 
@@ -283,6 +283,13 @@ def test_sorted_segments_build_without_spills(arch, builder):
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
 def test_sums_of_bins_build_without_spills(arch, builder):
     builder.build(bin_sums_kernel(), arch, 4, 2).check()
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_sums_of_entries_build_without_spills(parts, arch, builder):
+    builder.build(entry_sums_kernel(parts=parts), arch, 8, 3).check()
 
 
 SCANS = {

@@ -8,7 +8,8 @@ a pair of positions                       BLOCK    with TMA: whole tiles are add
 few entries for queries, others for keys  BY_ENTRY summed for each key and entry of the query, by a matmul with a one-hot
 does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
 anything else                             SCATTER  one fp32 add for each score, or for scores of a tile that share an element
-any of these, deterministic               PARTIAL  stored into a workspace, which is summed afterwards (deterministic.py)
+read for each pair, the same for heads    PARTIAL  stored into a workspace, which is summed afterwards (pair_entries.py)
+any of these, deterministic               PARTIAL  the same (deterministic.py)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..core.templates import Listed
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
-from . import deterministic
+from . import deterministic, pair_entries
 from .captured_grads import Contribution
 from .copies import copies
 from .inlining import InlinedContribution, Inlining
@@ -231,6 +232,8 @@ class CapturedGradients:
         """Sum a workspace of partial sums to a gradient."""
         if plan.as_vector:
             return plan.table.kind.total(target, plan.axes)
+        if plan.dim_of_heads is not None and not plan.contribution.plain:
+            return pair_entries.summed(target, plan, tensors, tensor)
         total = deterministic.summed(target, plan.axes)
         if plan.contribution.plain:
             return deterministic.with_indices(total, plan.contribution, self.extents, tensor.get_size())
@@ -266,7 +269,7 @@ def plan_gradients(
                 raise NotInOrder
             if once:
                 reduction = Reduction.STORE
-            elif in_order:
+            elif in_order or (table is None and all(p.address is not None for p in parts)):
                 reduction = Reduction.PARTIAL
             elif table is not None:
                 reduction = table.kind.reduction(tma_allowed, result.lengths)
@@ -291,6 +294,7 @@ def plan_gradients(
                 wide,
                 part.address,
                 inside,
+                part.dim_of_heads,
             )
             result.plans.append(plan)
             result.inlined.extend([] if plan.adds_where is None else part.condition)

@@ -74,25 +74,34 @@ def with_indices(total: Any, contribution: Contribution, extents: Sequence[Any],
     return lowerings[aten.constant_pad_nd](total, padding, 0.0) if any(p != 0 for p in padding) else total
 
 
-def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
-    """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``: ``address`` computes the offset of each element.
+def over_positions(
+    address: GraphModule, sizes: Sequence[Any], captured: Sequence[Any], device: torch.device
+) -> tuple[Any, Any]:
+    """Return the offset and whether it is in bounds, by ``address``, for all positions: tensors of the four ``sizes``.
 
     ``address`` returns ``(offset, in_bounds)`` for b, h, q and k (bounds.address). It runs on all positions at once.
     """
-    size = iter(total.get_size())
-    device = total.get_device()
-    kept = [next(size) if used else 1 for used in axes]
     positions = []
-    for axis, n in enumerate(kept):
+    for axis, n in enumerate(sizes):
         iota = lowerings[torch.ops.prims.iota](n, start=0, step=1, dtype=torch.int32, device=device, requires_grad=False)
         # What Inductor computes from iota, it computes by sympy, where casts to narrow integers do not wrap.
         positions.append(lowerings[aten.reshape](stored(iota), [n if a == axis else 1 for a in range(4)]))
     nothing = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=device)
     offset, inside = subgraphs.over_tensors(address, [nothing, *positions, nothing, *captured], device)
-    numel = sympy.prod(list(kept))
-    offset, inside, total = (lowerings[aten.expand](x, kept) for x in (offset, inside, lowerings[aten.reshape](total, kept)))
+    offset, inside = (lowerings[aten.expand](x, list(sizes)) for x in (offset, inside))
     zero = lowerings[aten.full]([], 0, dtype=torch.int64, device=device)
-    offset = lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero)
+    return lowerings[aten.where](inside, lowerings[torch.ops.prims.convert_element_type](offset, torch.int64), zero), inside
+
+
+def scattered(total: Any, axes: Sequence[bool], address: GraphModule, captured: Sequence[Any], shape: Sequence[Any]) -> Any:
+    """Turn ``total`` [b?, h?, q?, k?] into a gradient of ``shape``, where ``address`` gives the offset of each element."""
+    size = iter(total.get_size())
+    device = total.get_device()
+    kept = [next(size) if used else 1 for used in axes]
+    offset, inside = over_positions(address, kept, captured, device)
+    numel = sympy.prod(list(kept))
+    total = lowerings[aten.expand](lowerings[aten.reshape](total, kept), kept)
+    nothing = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=device)
     total = lowerings[aten.where](inside, total, nothing)
     flat = full([sympy.prod(list(shape))], 0, torch.float32, device)
     offsets, values = (lowerings[aten.reshape](x, [numel]) for x in (offset, total))

@@ -22,6 +22,7 @@ from ..torch_api.sizes import known_at_most
 from .blocks import Block, block
 from .bounds import become_address, clamp_reads
 from .captured_grads import Contribution, JointGraph
+from .pair_entries import dim_of_heads, read_for_each_pair
 from .score_mod import ScoreMod, output_nodes, returning
 from .tile_inputs import ConditionalTile, Coordinate, EarlyRead, condition_of, coordinate_of, values_read_early
 from .tile_tables import TileTables, reads_of
@@ -42,7 +43,7 @@ class InlinedContribution:
 
     writers: which scores are added to one element. block: the matrices that its elements are, or None. buffers: its value,
     its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
-    to be run on all positions at once, or None where that is not needed. by_entry: offset and in_bounds of its
+    to be run on all positions at once, or None where that is not needed. dim_of_heads: as of the function of that name. by_entry: offset and in_bounds of its
     ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query. inside: whether a score is
     strictly between the bounds of all clamps of the index, if those have one writer; otherwise empty. condition: that of
     the contribution, or empty.
@@ -54,6 +55,7 @@ class InlinedContribution:
     buffers: list[Any]
     checked: bool
     address: GraphModule | None = None
+    dim_of_heads: int | None = None
     by_entry: list[Any] = field(default_factory=list)
     inside: list[Any] = field(default_factory=list)
     condition: list[Any] = field(default_factory=list)
@@ -161,18 +163,17 @@ class Inlining:
         written_by = writers(contribution, joint.inputs, self.lengths)
         strides = contiguous_strides(contribution.shape)
         matrices = block(contribution.indices, contribution.shape, strides, joint.inputs, self.lengths)
+        forms: dict[str, Any] = {"dim_of_heads": dim_of_heads(contribution, joint.inputs, self.lengths)}
         if not in_order:
-            forms = {
-                "by_entry": self._by_entry(joint, contribution),
-                "inside": self._inside(joint, written_by),
-                "condition": self._condition(joint, contribution),
-            }
-            return InlinedContribution(contribution, written_by, matrices, buffers, checked, **forms)
-        if contribution.plain:
-            return InlinedContribution(contribution, written_by, matrices, buffers, checked)
-        over_tensors, _ = self._address(joint, contribution)
-        clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
-        return InlinedContribution(contribution, written_by, matrices, buffers, checked, over_tensors)
+            forms["by_entry"] = self._by_entry(joint, contribution)
+            forms["inside"] = self._inside(joint, written_by)
+            forms["condition"] = self._condition(joint, contribution)
+        by_pair = forms["dim_of_heads"] is not None and read_for_each_pair(contribution, joint.inputs, self.lengths)
+        if by_pair or (in_order and not contribution.plain):
+            over_tensors, _ = self._address(joint, contribution)
+            clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))
+            forms["address"] = over_tensors
+        return InlinedContribution(contribution, written_by, matrices, buffers, checked, **forms)
 
     def _by_entry(self, joint: JointGraph, contribution: Contribution) -> list[Any]:
         """Lower the address in the dim of the query, and that in the other dims, if the dim of the query is short."""

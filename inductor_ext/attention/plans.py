@@ -30,7 +30,8 @@ class Plan:
     gradient, if no score is hidden. checked: the index may be out of bounds. table: the table that the tensor is, if tiles
     are read of it and added to its gradient. wide: the tensor has at least four bytes for each element. address: the graph
     that computes the offset, with which a workspace is scattered afterwards, or None if nothing is. inside: elements whose
-    index is strictly between the bounds of its clamps are stored, because nothing else is added to them.
+    index is strictly between the bounds of its clamps are stored, because nothing else is added to them. dim_of_heads: the
+    dim that is indexed by the head, if a workspace can be added by entry for all heads at once (pair_entries.py).
     """
 
     owner: int
@@ -44,6 +45,7 @@ class Plan:
     wide: bool
     address: GraphModule | None = None
     inside: bool = False
+    dim_of_heads: int | None = None
 
     @property
     def axes(self) -> tuple[bool, ...]:

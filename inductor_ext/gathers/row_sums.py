@@ -67,6 +67,26 @@ def _(values: Tensor, index: Tensor, bins: int) -> Tensor:
     return values.new_empty((*values.shape[:2], bins), dtype=working_dtype(values.dtype))
 
 
+@torch.library.custom_op("gradfuse::entry_sums", mutates_args=())
+def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
+    """Add values by entry, by an index that is the same for all heads: the gradient of ``table[index[b, n], h]``.
+
+    values is [B, H, N], index [B, N] or [1, N] (integers; what is not from 0 to entries - 1 is left out). The result is
+    [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]`` over all b
+    and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits a kernel divides each value of fp32.
+    """
+    wide = working_dtype(values.dtype)
+    kept = (index >= 0) & (index < entries)
+    chosen = torch.where(kept, index, entries).long()[:, None].expand(values.shape)
+    total = torch.zeros((*values.shape[:2], entries + 1), dtype=wide, device=values.device)
+    return total.scatter_add_(2, chosen, values.to(wide)).sum(0)[:, :entries].contiguous()
+
+
+@entry_sums.register_fake
+def _(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
+    return values.new_empty((values.shape[1], entries), dtype=working_dtype(values.dtype))
+
+
 @torch.library.custom_op("gradfuse::place_rows", mutates_args=())
 def place_rows(values: Tensor, indices: Tensor) -> Tensor:
     """Compute ``out[indices[i]] = values[i]``. values and the result are [N, ...], indices [N] a permutation of 0 .. N-1."""

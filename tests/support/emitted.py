@@ -52,6 +52,18 @@ def bin_sums_kernel():
     return next(k for k in kernels_of(code) if "BLOCK_J" in k)
 
 
+def entry_sums_kernel(heads=32, entries=512, parts=2):
+    """The kernel of entry_sums."""
+    from inductor_ext.gathers.row_sums import entry_sums
+
+    index = torch.randint(0, entries, (2, 100), dtype=torch.int32)
+    run = torch.compile(lambda v: entry_sums(v, index, entries, parts), backend="gradfuse")
+    torch._dynamo.reset()
+    with triton_on_cpu():
+        _, (code,) = run_and_get_code(run, torch.randn(2, heads, 100))
+    return next(k for k in kernels_of(code) if "BLOCK_E" in k)
+
+
 def body(source):
     """The kernel's code without imports, decorators, names of buffers and Inductor's own annotations."""
     text = source[source.index("def triton_") :]

@@ -1,0 +1,139 @@
+"""Small tables by an index that is read for each pair: ``t[index[b, q, k], h]``, whose gradient is added for all heads."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from inductor_ext.attention import hoisting, pair_entries
+from inductor_ext.core.report import collect
+from tests.support.interpreter import triton_on_cpu
+
+from . import comparison
+from .case import Case
+from .comparison import BATCH, DIM, HEADS
+
+LENGTH, ENTRIES = 72, 9
+STORED, ADDED = "partial sums in a fixed order", "one fp32 add for each score"
+
+
+@pytest.fixture(autouse=True)
+def as_for_long_sequences(monkeypatch):
+    monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
+    monkeypatch.setattr(pair_entries, "FEWEST_SCORES", 0)
+
+
+def index(low=-ENTRIES, high=ENTRIES, shape=(BATCH, LENGTH, LENGTH)):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
+
+
+def table(*shape):
+    return comparison.draw(*shape, seed=2)
+
+
+#: The shape of a table, and its index from b, h and entries of pairs: one for each of (b, q, k) and one for each of (q, k).
+CASES = {
+    "heads_last": ((ENTRIES, HEADS), lambda b, h, each, shared: (each, h)),
+    "heads_first": ((HEADS, ENTRIES), lambda b, h, each, shared: (h, shared)),
+    "heads_between": ((ENTRIES, HEADS + 1, 4), lambda b, h, each, shared: (each, h, shared % 4)),
+    "a_constant": ((2, ENTRIES, HEADS), lambda b, h, each, shared: (1, each, h)),
+    "by_batch": ((BATCH, HEADS, ENTRIES), lambda b, h, each, shared: (b, h, shared)),
+}
+
+
+def bias_of(name, pairs):
+    def bias(t):
+        indices = CASES[name][1]
+        return lambda s, b, h, q, k: s * 2 + t[indices(b, h, pairs[b, q, k], pairs[0, q, k])] * s
+
+    return bias
+
+
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, options):
+    with collect() as report:
+        comparison.compare(bias_of(name, index()), table(*CASES[name][0]), (LENGTH, LENGTH), compiler=options)
+    assert STORED in how(report)
+
+
+def test_two_lookups_one_pass_and_a_mask():
+    """Where the mask hides whole blocks, the kernel stores nothing, and the workspace is zero."""
+    pairs = index()
+    bias = lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h] + t[pairs[b, k, q], h]  # noqa: E731
+    mask = lambda b, h, q, k: (q // 16 == k // 16) | (k < 3)  # noqa: E731
+    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, kv_heads=1, bwd_ONE_PASS=True)
+
+
+def test_entries_out_of_bounds_that_the_mask_hides():
+    inside = index(0)
+    pairs = torch.where(torch.arange(LENGTH) < 50, inside, 1000)
+
+    def bias(t):
+        chosen = inside if t.dtype is torch.float64 else pairs
+        return lambda s, b, h, q, k: s + t[chosen[b, q, k], h]
+
+    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=lambda b, h, q, k: k < 50)
+
+
+def how(report):
+    return next(d.why for d in report.decisions if d.op == "flex_attention_backward")
+
+
+def planned(score_mod, **options):
+    torch._dynamo.reset()
+    inputs = [torch.zeros(BATCH, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3)]
+    with triton_on_cpu(), collect() as report:
+        out = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse", **options)(*inputs)
+        torch.autograd.grad(out.sum(), inputs)
+    return how(report)
+
+
+def test_which_gradients_are_stored(monkeypatch):
+    pairs, of_heads, position = index(0), index(0, shape=(HEADS, LENGTH, LENGTH)), torch.arange(LENGTH).flip(0) % 7
+    t = table(ENTRIES, HEADS).requires_grad_()
+    read = lambda s, b, h, q, k: s + t[pairs[b, q, k], h]  # noqa: E731
+    assert STORED in planned(read)
+    for other in (
+        lambda s, b, h, q, k: s + t[of_heads[h, q, k], h],
+        lambda s, b, h, q, k: s + t[position[q] - position[k], h],
+        lambda s, b, h, q, k: s + t[pairs[b, q, k], 1],
+        lambda s, b, h, q, k: s + t[pairs[b, q, k], h] + t[position[q] - position[k], h],
+        lambda s, b, h, q, k: s + t[(pairs[b, q, k] + s.long()).clamp(0, 8), h],
+    ):
+        assert ADDED in planned(other)
+    assert ADDED in planned(read, dynamic=True)
+    monkeypatch.setattr(pair_entries, "MOST_SCORES", BATCH * HEADS * LENGTH**2 - 1)
+    assert ADDED in planned(read)
+
+
+def graphormer(length, heads, dim, dtype):
+    pairs = torch.randint(-200, 200, (2, length, length), generator=torch.Generator().manual_seed(0))
+
+    def bias(t):
+        chosen = pairs.to(t["t"].device)
+        return lambda s, b, h, q, k: s + t["t"][chosen[b, q, k], h]
+
+    sizes = {"length": length, "heads": heads, "dim": dim, "dtype": dtype}
+    return dataclasses.replace(Case("graphormer", {"t": (200, heads)}, bias, bias), **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length, heads, dim", [(97, 32, 32), (1000, 4, 64), (384, 16, 128)])
+def test_on_a_gpu(length, heads, dim, dtype, masked):
+    case = graphormer(length, heads, dim, dtype)
+    dataclasses.replace(case, mask=(lambda b, h, q, k: q >= k) if masked else None).check("cuda")
+
+
+@pytest.mark.gpu
+def test_every_run_is_the_same():
+    case = graphormer(256, 16, 64, torch.bfloat16)
+    inputs, tables = case.make("cuda")
+    run = torch.compile(case.function(tables, "cuda"), backend="gradfuse")
+    out = run(*inputs)
+    first, second = (torch.autograd.grad(out.sum(), tables["t"], retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)

@@ -1,0 +1,56 @@
+"""entry_sums, the gradient of a lookup in a small table by an index that is the same for all heads."""
+
+import contextlib
+
+import pytest
+import torch
+
+from inductor_ext.gathers import entry_sums as lowering
+from inductor_ext.gathers.row_sums import entry_sums
+from tests.attention.case import relative_error
+from tests.support import snapshots
+from tests.support.emitted import body, entry_sums_kernel
+from tests.support.interpreter import DEVICES, triton_on_cpu
+
+
+def run(values, index, entries, parts, device):
+    torch._dynamo.reset()
+    function = torch.compile(lambda v, i: entry_sums(v, i, entries, parts), backend="gradfuse", fullgraph=True, dynamic=False)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
+        return function(*(x.cuda() if device == "cuda" else x for x in (values, index))).cpu()
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts, most", [(2, 2e-5), (3, 1e-6)])
+@pytest.mark.parametrize(
+    "batch, heads, count, entries, shared",
+    [(2, 3, 130, 7, False), (3, 40, 97, 300, True), (1, 32, 1, 1, False), (2, 16, 1000, 512, False)],
+)
+def test_sums(batch, heads, count, entries, shared, parts, most, device, monkeypatch):
+    """Some values have no entry."""
+    monkeypatch.setattr(lowering, "SPAN", 256)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(-1, entries + 1, (1 if shared else batch, count), generator=generator, dtype=torch.int32)
+    values = torch.randn(batch, heads, count, generator=generator)
+    got, exact = run(values, index, entries, parts, device), entry_sums(values.double(), index, entries, parts)
+    assert got.shape == (heads, entries) and relative_error(got, exact) < most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_infinite_and_very_large_values(device):
+    """They are in the sums of their own entries, and in no others."""
+    index = (torch.arange(100) // 3)[None]
+    values = torch.randn(1, 16, 100)
+    values[0, 0, 7], values[0, 1, 50], values[0, 2, 99], values[0, 3, 0] = torch.inf, torch.nan, -torch.inf, 3.395e38
+    torch.testing.assert_close(run(values, index, 34, 3, device), entry_sums(values, index, 34, 3), equal_nan=True)
+
+
+def test_the_op():
+    values, index = torch.arange(12.0).reshape(2, 2, 3), torch.tensor([[0, 1, -1], [1, 1, 5]])
+    assert entry_sums(values, index, 2, 3).tolist() == [[0.0, 1 + 6 + 7.0], [3.0, 4 + 9 + 10.0]]
+    torch.library.opcheck(entry_sums, (values, index, 2, 3))
+
+
+def test_snapshot():
+    snapshots.check(__file__, "entry_sums", body(entry_sums_kernel()))
