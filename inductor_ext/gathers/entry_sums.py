@@ -17,8 +17,9 @@ from .row_sums import entry_sums as op
 
 aten = torch.ops.aten
 
-#: The values of one batch element that a program adds, and the entries, heads and values of a tile.
+#: The values of one batch element that a program adds; the entries, heads and values of a tile; warps and stages.
 SPAN, BLOCK_E, BLOCK_H, BLOCK_N = 8192, 256, 32, 64
+WARPS, STAGES = 8, 3
 
 
 @SymbolicGridFn
@@ -56,8 +57,8 @@ def lower(values: Any, index: Any, entries: Any, parts: Any) -> Any:
         BLOCK_E=min(BLOCK_E, max(64, next_power_of_two(entries))),
         BLOCK_H=max(16, min(BLOCK_H, next_power_of_two(int(heads)))),
         BLOCK_N=BLOCK_N,
-        num_warps=8,
-        num_stages=3,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return lowerings[aten.sum](sums, axis=[0])
 

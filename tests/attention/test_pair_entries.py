@@ -86,7 +86,9 @@ def planned(score_mod, **options):
     torch._dynamo.reset()
     inputs = [torch.zeros(BATCH, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3)]
     with triton_on_cpu(), collect() as report:
-        out = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse", **options)(*inputs)
+        out = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=score_mod), backend="gradfuse", **options)(
+            *inputs
+        )
         torch.autograd.grad(out.sum(), inputs)
     return how(report)
 

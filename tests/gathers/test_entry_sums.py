@@ -15,7 +15,9 @@ from tests.support.interpreter import DEVICES, triton_on_cpu
 
 def run(values, index, entries, parts, device):
     torch._dynamo.reset()
-    function = torch.compile(lambda v, i: entry_sums(v, i, entries, parts), backend="gradfuse", fullgraph=True, dynamic=False)
+    function = torch.compile(
+        lambda v, i: entry_sums(v, i, entries, parts), backend="gradfuse", fullgraph=True, dynamic=False
+    )
     with contextlib.nullcontext() if device == "cuda" else triton_on_cpu():
         return function(*(x.cuda() if device == "cuda" else x for x in (values, index))).cpu()
 
