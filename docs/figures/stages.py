@@ -40,7 +40,16 @@ STAGES = (
         True,
         (
             *("flex_attention", "flex_attention_backward", "mlstm"),
-            *("linear_scan", "scan_forward", "scan_backward", "gather_sum", "segment_sum", "bin_sums", "place_rows"),
+            *(
+                "linear_scan",
+                "scan_forward",
+                "scan_backward",
+                "gather_sum",
+                "segment_sum",
+                "bin_sums",
+                "entry_sums",
+                "place_rows",
+            ),
         ),
     ),
     Stage("Inductor code generation", "Triton on a GPU, C++ on a CPU; fusion, caches, launching", False),

@@ -43,10 +43,10 @@ class InlinedContribution:
 
     writers: which scores are added to one element. block: the matrices that its elements are, or None. buffers: its value,
     its offset in the gradient, and in_bounds. checked: in_bounds is not proven. address: the graph of offset and in_bounds,
-    to be run on all positions at once, or None where that is not needed. dim_of_heads: as of the function of that name. by_entry: offset and in_bounds of its
-    ``query_dim`` alone, and of the other dims; empty if there are no few entries of the query. inside: whether a score is
-    strictly between the bounds of all clamps of the index, if those have one writer; otherwise empty. condition: that of
-    the contribution, or empty.
+    to be run on all positions at once, or None where that is not needed. dim_of_heads: as of the function of that name.
+    by_entry: offset and in_bounds of its ``query_dim`` alone, and of the other dims; empty if there are no few entries of
+    the query. inside: whether a score is strictly between the bounds of all clamps of the index, if those have one writer;
+    otherwise empty. condition: that of the contribution, or empty.
     """
 
     contribution: Contribution

@@ -50,7 +50,7 @@ def dim_of_heads(contribution: Contribution, inputs: ScoreMod, lengths: Sequence
 
 
 def read_for_each_pair(contribution: Contribution, inputs: ScoreMod, lengths: Sequence[Any]) -> bool:
-    """Whether an index is read from a captured tensor for each query and key, and a workspace of all scores is worthwhile."""
+    """Whether an index is read from a captured tensor for each pair, and a workspace of all scores is worthwhile."""
     nodes = set().union(*(cone(i) for i in contribution.indices if isinstance(i, Node)))
     reads = [n for n in nodes if n.target is aten.index.Tensor and n.args[0] in inputs.captured]
     pairs = any({inputs.q, inputs.k} <= set(cone(n)) for n in reads)

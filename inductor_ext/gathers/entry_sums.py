@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.kernel_op import KernelOp, needs_triton
-from ..core.kernels import next_power_of_two
+from ..core.kernels import SUPPORTED_DTYPES, next_power_of_two
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, realize, require_contiguous
 from ..torch_api.lowering import lowerings
@@ -17,9 +17,10 @@ from .row_sums import entry_sums as op
 
 aten = torch.ops.aten
 
-#: The values of one batch element that a program adds; the entries, heads and values of a tile; warps and stages.
-SPAN, BLOCK_E, BLOCK_H, BLOCK_N = 8192, 256, 32, 64
-WARPS, STAGES = 8, 3
+#: The entries and values of a tile, and its rows: the heads of a tile, times the numbers of half precision of a value.
+BLOCK_E, BLOCK_N, ROWS, ROWS_OF_THREE_PARTS = 256, 64, 64, 128
+#: How many programs there should be, if each then has at least so many values.
+PROGRAMS, FEWEST = 1024, 512
 
 
 @SymbolicGridFn
@@ -33,17 +34,20 @@ _template = Template("gradfuse_entry_sums", grid, load("gathers/entry_sums"))
 
 def unsupported(values: Any, index: Any, entries: Any, parts: Any) -> str | None:
     """Return why the kernel cannot take the operands, or None."""
-    if values.get_dtype() is not torch.float32:
+    if values.get_dtype() not in SUPPORTED_DTYPES:
         return f"there is no kernel for {values.get_dtype()}"
     return needs_triton(values)
 
 
-def lower(values: Any, index: Any, entries: Any, parts: Any) -> Any:
+def lower(values: Any, index: Any, entries: int, parts: int) -> Any:
     """Lower the op. The operands and the result are those of ``gathers.row_sums.entry_sums``."""
-    values, index = realize([require_contiguous(values), require_contiguous(index)])
-    batch, heads, count = values.get_size()
-    spans = (count + SPAN - 1) // SPAN
-    size = [batch * spans, heads, entries]
+    dtype, (batch, heads, count) = values.get_dtype(), values.get_size()
+    values, index = realize([values, require_contiguous(index)])
+    parts = parts if dtype is torch.float32 else 1
+    rows = ROWS_OF_THREE_PARTS if parts == 3 else ROWS
+    tile = {"BLOCK_E": min(BLOCK_E, max(16, next_power_of_two(entries))), "BLOCK_H": rows // next_power_of_two(parts)}
+    span = _span(batch * -(-entries // tile["BLOCK_E"]) * -(-heads // tile["BLOCK_H"]), count)
+    size = [batch * -(-count // span), heads, entries]
     sums = run(
         _template,
         [{}],
@@ -51,18 +55,29 @@ def lower(values: Any, index: Any, entries: Any, parts: Any) -> Any:
         [],
         fixed_layout(values.get_device(), torch.float32, size, contiguous_strides(size)),
         size,
-        SPAN=SPAN,
+        SPAN=span,
         PARTS=parts,
+        PART_DTYPE="tl.float16" if dtype is torch.float16 else "tl.bfloat16",
         LARGEST=torch.finfo(torch.bfloat16).max,
-        BLOCK_E=min(BLOCK_E, max(64, next_power_of_two(entries))),
-        BLOCK_H=max(16, min(BLOCK_H, next_power_of_two(int(heads)))),
+        ROWS=rows,
         BLOCK_N=BLOCK_N,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        **tile,
+        num_warps=8 if tile["BLOCK_E"] == BLOCK_E else 4,
+        num_stages=3,
     )
     return lowerings[aten.sum](sums, axis=[0])
 
 
+def _span(programs: int, count: int) -> int:
+    """The number of values of a program: a multiple of a tile. programs: how many there are for each span."""
+    span = max(FEWEST, -(-count // -(-PROGRAMS // programs)))
+    return -(-span // BLOCK_N) * BLOCK_N
+
+
 KERNEL = KernelOp(
-    "entry_sums", "gradients of small tables by an index of pairs: values added by matmuls", op, lower, unsupported
+    "entry_sums",
+    "gradients of lookups in few entries: the values of each added by matmuls",
+    op,
+    lower,
+    unsupported,
 )

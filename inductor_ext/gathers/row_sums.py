@@ -73,7 +73,7 @@ def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tenso
 
     values is [B, H, N], index [B, N] or [1, N] (integers; what is not from 0 to entries - 1 is left out). The result is
     [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]`` over all b
-    and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits a kernel divides each value of fp32.
+    and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
     """
     wide = working_dtype(values.dtype)
     kept = (index >= 0) & (index < entries)

@@ -8,6 +8,7 @@ how an index was computed (in the backward graph it is a placeholder), so this p
     few elements of a matrix, many values each     the same in parts (crowded.py)
     by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
+    few rows, many values each, on a GPU           entry_sums: the values added by products with one-hot matrices
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
@@ -50,6 +51,10 @@ _MOST = 2**31 - 2**10
 #: The largest product of a row's values and bins for ``bin_sums``, which looks for the values of every 128 bins.
 _MOST_PAIRS = 2**21
 
+#: ``entry_sums`` adds to at most so many rows, because it compares each index with every row. It is for at least so many
+#: values in all and for each row, and rows of at least so many.
+_FEW_ROWS, _MANY_VALUES, _CROWD, _WIDE = 128, 2**18, 16, 16
+
 #: What a form of the sum returns: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]
 
@@ -91,7 +96,7 @@ class _Rewriter:
             if found.factor != 1:
                 values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
                 found = replace(found, values=values, factor=1)
-            forms = (self._gathered, self._stored, self._in_parts, self._segmented, self._widened)
+            forms = (self._gathered, self._stored, self._in_parts, self._by_entry, self._segmented, self._widened)
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
                 self._replace(found.node, *result)
@@ -182,15 +187,28 @@ class _Rewriter:
         total = add_in_parts(self.build, found)
         return None if total is None else (self._onto(found.base, total), "bins", "few elements get many values each")
 
+    def _by_entry(self, found: ScatterAdd) -> _Found | None:
+        """On a GPU, if there are few rows: add the values of all of them in one pass, without sorting."""
+        values, left_out = _narrowed(found)
+        if not _worth_matmuls(found, value_of(values).dtype):
+            return None
+        call, dims = self.build.call, range(found.dim, found.dim + len(found.indexed))
+        shape = [value_of(found.base).shape[d] for d in dims]
+        keys = self.build.convert(self._keys(found, left_out), torch.int32)
+        values = by_row(self.build, found, values)
+        kept = self.build.sizes(values, range(1, value_of(values).dim()))
+        values = view(self.build, values, [self.build.size(values, 0), self.build.product(kept)])
+        values = call(aten.unsqueeze.default, call(aten.permute.default, values, [1, 0]), 0)
+        index = call(aten.unsqueeze.default, keys, 0)
+        total = call(gradfuse.entry_sums.default, values, index, math.prod(shape), 3)
+        total = view(self.build, call(aten.permute.default, total, [1, 0]), [*shape, *kept])
+        return self._onto(found.base, from_rows(self.build, found, total)), "entries", "few rows get many values each"
+
     def _segmented(self, found: ScatterAdd) -> _Found | None:
         """On a GPU, if it is faster than atomics or required: sort the index, and add the values of each row in order."""
-        if not Target.of(value_of(found.node).device).triton:
-            return None
-        values, masked = narrow_source(found.values)
-        left_out = row_mask(masked, found.indices, found.base) if masked is not None else None
-        if masked is not None and left_out is None:
-            values = found.values
-        if not found.indexed or not self._worth_sorting(found, value_of(values).dtype):
+        values, left_out = _narrowed(found)
+        triton = Target.of(value_of(found.node).device).triton
+        if not triton or not found.indexed or not self._worth_sorting(found, value_of(values).dtype):
             return None
         order, keys = self._sort(found, left_out)
         dims = range(found.dim, found.dim + len(found.indexed))
@@ -236,19 +254,14 @@ class _Rewriter:
         known = (found.indexed, str(shape), found.keep, left_out)
         if known not in self._sorted:
             call = self.build.call
-            keys = self._keys(found)
-            minus_one = self.build.full([], -1, torch.int64, value_of(keys).device)
-            for mask, dropped in ((found.keep, False), (left_out, True)):
-                if mask is not None:
-                    mask = flat(self.build, mask)
-                    keys = call(aten.where.self, mask, *((minus_one, keys) if dropped else (keys, minus_one)))
+            keys = self._keys(found, left_out)
             keys = self.build.convert(keys, _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None))
             both = call(aten.sort.stable, keys, stable=True, dim=0, descending=False)
             self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0)
         return self._sorted[known]
 
-    def _keys(self, found: ScatterAdd) -> Node:
-        """The row of every value: [N], int64, -2 if the index is out of bounds.
+    def _keys(self, found: ScatterAdd, left_out: Node | None) -> Node:
+        """The row of every value: [N], int64, -2 if the index is out of bounds, -1 if the value is left out.
 
         If several dims are indexed, they count as one flattened dim.
         """
@@ -261,7 +274,13 @@ class _Rewriter:
             outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, place, 0), call(aten.ge.Scalar, place, size))
             bad = outside if bad is None else call(aten.bitwise_or.Tensor, bad, outside)
             total = place if total is None else call(aten.add.Tensor, call(aten.mul.Tensor, total, size), place)
-        return call(aten.where.self, bad, self.build.full([], -2, torch.int64, value_of(total).device), total)
+        keys = call(aten.where.self, bad, self.build.full([], -2, torch.int64, value_of(total).device), total)
+        minus_one = self.build.full([], -1, torch.int64, value_of(keys).device)
+        for mask, dropped in ((found.keep, False), (left_out, True)):
+            if mask is not None:
+                mask = flat(self.build, mask)
+                keys = call(aten.where.self, mask, *((minus_one, keys) if dropped else (keys, minus_one)))
+        return keys
 
     # ------------------------------------------------ sums
 
@@ -320,6 +339,27 @@ class _Rewriter:
         if result is not total:
             self.rounded[result] = total
         self.build.replace(node, result)
+
+
+def _narrowed(found: ScatterAdd) -> tuple[Node, Node | None]:
+    """The values before they are widened or masked, and the mask of those that are left out, if that is possible."""
+    values, masked = narrow_source(found.values)
+    left_out = row_mask(masked, found.indices, found.base) if masked is not None else None
+    return (found.values if masked is not None and left_out is None else values), left_out
+
+
+def _worth_matmuls(found: ScatterAdd, dtype: torch.dtype) -> bool:
+    """Whether a scatter-add on a GPU has few rows that get many values each."""
+    base = value_of(found.base)
+    if not found.indexed or dtype not in SUPPORTED_DTYPES or not Target.of(base.device).triton:
+        return False
+    sizes = (*base.shape, *values_shape(found), *index_shape(found))
+    if base.dtype is torch.float64 or not all(isinstance(n, int) for n in sizes):
+        return False
+    rows = math.prod(base.shape[found.dim : found.dim + len(found.indexed)])
+    count = math.prod(index_shape(found))
+    width = math.prod(base.shape) // max(rows, 1)
+    return 0 < rows <= _FEW_ROWS and width >= _WIDE and count >= _CROWD * rows and _MANY_VALUES <= count * width <= _MOST
 
 
 def _adds_elements(node: Node) -> bool:

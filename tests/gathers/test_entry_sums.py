@@ -5,12 +5,14 @@ import contextlib
 import pytest
 import torch
 
+from inductor_ext.core.report import collect
 from inductor_ext.gathers import entry_sums as lowering
+from inductor_ext.gathers import scatters
 from inductor_ext.gathers.row_sums import entry_sums
 from tests.attention.case import relative_error
 from tests.support import snapshots
 from tests.support.emitted import body, entry_sums_kernel
-from tests.support.interpreter import DEVICES, triton_on_cpu
+from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
 def run(values, index, entries, parts, device):
@@ -31,7 +33,7 @@ def run(values, index, entries, parts, device):
 )
 def test_sums(batch, heads, count, entries, shared, parts, most, device, monkeypatch):
     """Some values have no entry."""
-    monkeypatch.setattr(lowering, "SPAN", 256)
+    monkeypatch.setattr(lowering, "FEWEST", 256)
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(-1, entries + 1, (1 if shared else batch, count), generator=generator, dtype=torch.int32)
     values = torch.randn(batch, heads, count, generator=generator)
@@ -48,11 +50,77 @@ def test_infinite_and_very_large_values(device):
     torch.testing.assert_close(run(values, index, 34, 3, device), entry_sums(values, index, 34, 3), equal_nan=True)
 
 
+def looked_up(x, ids):
+    return x[ids]
+
+
+def in_two_dims(x, ids):
+    return x.unflatten(0, (3, 4))[ids % 3, ids % 4 - 4]
+
+
+def in_the_last_dim(x, ids):
+    return x.T.contiguous()[:, ids].T * 2
+
+
+def padded(x, ids):
+    return torch.nn.functional.embedding(ids % 12, x, padding_idx=3)
+
+
+def added(x, ids):
+    return x.index_add(0, ids % 12, (x * 3)[ids])
+
+
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [looked_up, in_two_dims, in_the_last_dim, padded, added], ids=lambda f: f.__name__)
+def test_few_rows(function, dtype, device, monkeypatch):
+    """The gradient of a lookup in a small matrix needs neither atomics nor a sorted index."""
+    monkeypatch.setattr(scatters, "_MANY_VALUES", 0)
+    generator = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(12, 40, generator=generator).to(dtype), torch.randint(-12, 12, (500,), generator=generator)
+    weight = torch.randn(function(x, ids).shape, generator=generator).to(dtype)
+
+    def gradient(run, *tensors):
+        x, ids, weight = tensors
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((run(x, ids) * weight).sum(), x)[0]
+
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="gradfuse", fullgraph=True, dynamic=False)
+    with contextlib.nullcontext() if device == "cuda" else triton_on_cpu(), collect() as report:
+        got = gradient(run, *(t.cuda() if device == "cuda" else t for t in (x, ids, weight)))
+    assert "entries" in [d.path for d in report.decisions]
+    want, once = gradient(function, x.double(), ids, weight.double()), gradient(function, x.float(), ids, weight.float())
+    assert relative_error(got, want) <= 1.2 * relative_error(once.to(dtype), want) + 1e-6
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "rows, count, width, dtype, dynamic, expected",
+    [
+        (128, 2**13, 32, torch.float32, False, True),
+        (129, 2**13, 32, torch.float32, False, False),
+        (128, 2**13 - 1, 32, torch.float32, False, False),
+        (2, 2**15, 15, torch.float32, False, False),
+        (128, 2**13, 32, torch.float64, False, False),
+        (128, 2**13, 32, torch.float32, True, False),
+    ],
+)
+def test_when_rows_are_few(rows, count, width, dtype, dynamic, expected):
+    x, ids = torch.zeros(rows, width, dtype=dtype, requires_grad=True), torch.zeros(count, dtype=torch.int64)
+    torch._dynamo.reset()
+    with triton_on_cpu(), collect() as report:
+        torch.compile(looked_up, backend="gradfuse", dynamic=dynamic)(x, ids)
+    assert ("entries" in [d.path for d in report.decisions]) == expected
+
+
 def test_the_op():
     values, index = torch.arange(12.0).reshape(2, 2, 3), torch.tensor([[0, 1, -1], [1, 1, 5]])
     assert entry_sums(values, index, 2, 3).tolist() == [[0.0, 1 + 6 + 7.0], [3.0, 4 + 9 + 10.0]]
     torch.library.opcheck(entry_sums, (values, index, 2, 3))
 
 
+@INTERPRETED
 def test_snapshot():
     snapshots.check(__file__, "entry_sums", body(entry_sums_kernel()))
