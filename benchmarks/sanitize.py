@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import dropout, hoisting
+from inductor_ext.attention import dropout, hoisting, pair_entries
 from inductor_ext.core.table import progress
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -87,11 +87,12 @@ def _models() -> None:
         "shift": ((2, 4, LENGTH, 2 * LENGTH), lambda t: lambda s, b, h, q, k: s + t[b, h, q, q - k + LENGTH]),
         "image": ((2, 4, LENGTH, 16), lambda t: lambda s, b, h, q, k: s + t[b, h, q, k // 16] + t[b, h, q, k % 16]),
         "table of pairs": ((50, 4), lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h]),
+        "table of many pairs": ((200, 4), lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k] - 25, h]),
         "columns": ((2, 4, LENGTH, 16), lambda t: lambda s, b, h, q, k: s + (t[b, h, q] * t[b, h, k]).sum(-1)),
     }
     documents = create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, LENGTH, LENGTH, device="cuda")
     # As for longer sequences, whose lookups by query and key stay in the kernel.
-    with mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0):
+    with mock.patch.object(hoisting, "LARGEST_PAIR_TABLE", 0), mock.patch.object(pair_entries, "FEWEST_SCORES", 0):
         for name, (shape, mod) in mods.items():
             block_mask = documents if name == "packed" else None
 

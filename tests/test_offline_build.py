@@ -287,9 +287,9 @@ def test_sums_of_bins_build_without_spills(arch, builder):
 
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
-@pytest.mark.parametrize("parts", [2, 3])
-def test_sums_of_entries_build_without_spills(parts, arch, builder):
-    builder.build(entry_sums_kernel(parts=parts), arch, 8, 3).check()
+@pytest.mark.parametrize("entries, parts, warps", [(512, 2, 8), (512, 3, 8), (256, 2, 4), (64, 3, 4)])
+def test_sums_of_entries_build_without_spills(entries, parts, warps, arch, builder):
+    builder.build(entry_sums_kernel(64 if entries == 64 else 32, entries, parts), arch, warps, 3).check()
 
 
 SCANS = {

@@ -109,6 +109,12 @@ class CapturedGradients:
         return any(plan.reduction is Reduction.BY_ENTRY for plan in self.plans)
 
     @property
+    def stores_scores(self) -> bool:
+        """Whether there is a workspace with a number for each score."""
+        each = (plan for plan in self.plans if plan.reduction is Reduction.PARTIAL)
+        return any(all(plan.axes[2:]) and not plan.as_vector for plan in each)
+
+    @property
     def adds_conditionally(self) -> bool:
         """Whether single elements are added in some blocks only."""
         return any(plan.adds_where is not None and plan.reduction is Reduction.SCATTER for plan in self.plans)

@@ -53,7 +53,7 @@ _MOST_PAIRS = 2**21
 
 #: ``entry_sums`` adds to at most so many rows, because it compares each index with every row. It is for at least so many
 #: values in all and for each row, and rows of at least so many.
-_FEW_ROWS, _MANY_VALUES, _CROWD, _WIDE = 128, 2**18, 16, 16
+_FEW_ROWS, _MANY_VALUES, _CROWD, _WIDE = 64, 2**18, 16, 16
 
 #: What a form of the sum returns: the sum (in fp32 for half precision), the path and the reason.
 _Found = tuple[Node, str, str]

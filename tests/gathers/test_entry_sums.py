@@ -99,12 +99,12 @@ def test_few_rows(function, dtype, device, monkeypatch):
 @pytest.mark.parametrize(
     "rows, count, width, dtype, dynamic, expected",
     [
-        (128, 2**13, 32, torch.float32, False, True),
-        (129, 2**13, 32, torch.float32, False, False),
-        (128, 2**13 - 1, 32, torch.float32, False, False),
+        (64, 2**13, 32, torch.float32, False, True),
+        (65, 2**13, 32, torch.float32, False, False),
+        (64, 2**13 - 1, 32, torch.float32, False, False),
         (2, 2**15, 15, torch.float32, False, False),
-        (128, 2**13, 32, torch.float64, False, False),
-        (128, 2**13, 32, torch.float32, True, False),
+        (64, 2**13, 32, torch.float64, False, False),
+        (64, 2**13, 32, torch.float32, True, False),
     ],
 )
 def test_when_rows_are_few(rows, count, width, dtype, dynamic, expected):
@@ -113,6 +113,16 @@ def test_when_rows_are_few(rows, count, width, dtype, dynamic, expected):
     with triton_on_cpu(), collect() as report:
         torch.compile(looked_up, backend="gradfuse", dynamic=dynamic)(x, ids)
     assert ("entries" in [d.path for d in report.decisions]) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_entries_of_two_digits(device):
+    """Each value has an entry of its own, also the first and the last; the kernel leaves out what is not an entry."""
+    entries = lowering.MOST_ENTRIES if device == "cuda" else 1000
+    index = torch.randperm(entries, generator=torch.Generator().manual_seed(0))[None]
+    index = torch.cat([index, torch.tensor([[-1, entries, 2**31 - 1, -(2**31)]])], 1).int()
+    values = torch.arange(2.0 * index.numel()).reshape(1, 2, -1) % 256
+    assert torch.equal(run(values, index, entries, 2, device), entry_sums(values, index, entries, 2))
 
 
 def test_the_op():
