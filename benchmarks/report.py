@@ -119,6 +119,28 @@ def moe_table() -> str:
     )
 
 
+def moe_parts_table() -> str:
+    """The parts of a layer of experts, with bytes and FLOPs."""
+    result = load("moe_parts")
+    rows = measured(result)
+    wide = by_peer(rows, "case", ["forward", "backward"])
+    ours = rows[rows.peer == "gradfuse"].set_index("case").loc[wide.index]
+    moved = [" / ".join(f"{n / 1e6:.0f}" for n in row) for row in ours.bytes]
+    flops = [" / ".join(f"{n / 1e12:.2f}" for n in row) for row in ours.flops]
+    cells = [(n, *row) for n, *row in zip(wide.index, moved, flops, *(wide[c] for c in _PART_COLUMNS), strict=True)]
+    return f"{provenance(result)} {BUSY} MB and TFLOP are forward / backward.\n\n" + markdown(
+        "part | MB | TFLOP | forward: stock | gradfuse | backward: stock | gradfuse", cells
+    )
+
+
+_PART_COLUMNS = [(step, peer) for step in ("forward", "backward") for peer in ("stock", "gradfuse")]
+
+
+def _ratio(times: pd.DataFrame) -> pd.Series:
+    """How much faster than stock gradfuse is, as text."""
+    return (times.stock / times.gradfuse).map("{:.2f}×".format)
+
+
 def models_table() -> str:
     """A training step of unmodified models."""
     result = load("models")
@@ -127,8 +149,14 @@ def models_table() -> str:
     rows["step"] = rows.step_ms.map("{:.1f}".format)
     if "step_kernels_ms" in rows:
         rows["step"] += rows.step_kernels_ms.map(" ({:.1f})".format, na_action="ignore").fillna("")
-    wide = by_peer(rows, "model", ["step_ms", "step_peak_mb", "step"])
-    ratio = (wide.step_ms.stock / wide.step_ms.gradfuse).map("{:.2f}×".format)
+    wide = by_peer(rows, "model", ["step_ms", "step_kernels_ms", "step_peak_mb", "step"])
+    ratio = _ratio(wide.step_ms)
+    if "step_kernels_ms" in rows:
+        ratio += (
+            _ratio(wide.step_kernels_ms)
+            .where(wide.step_kernels_ms.gradfuse.notna(), "")
+            .map(lambda r: f" ({r})" if r else "")
+        )
     step = wide.step
     peak = (wide.step_peak_mb / 1024).map("{:.1f}".format)
     ours = rows[rows.peer == "gradfuse"].set_index("model")
@@ -339,6 +367,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flex_cpu": flex_cpu_table,
     "mlstm_cpu": mlstm_cpu_table,
     "moe": moe_table,
+    "moe_parts": moe_parts_table,
     "casts": casts_table,
     "mlstm": mlstm_table,
     "scan": scan_table,

@@ -40,7 +40,8 @@ NAME = "flex_attention_backward"
 MANY_SCORES = 2**24
 ADVICE_ON_ATOMICS = (
     "An index that is computed from the distance of query and key, or from one value for each of them, is reduced without "
-    "atomics, and an index that is read for each pair is not. If the tensor needs no gradient, detach it."
+    "atomics. So is one that is read for each pair, if it is the same for all heads, has few values, and there are at most "
+    "134 million scores. If the tensor needs no gradient, detach it."
 )
 
 

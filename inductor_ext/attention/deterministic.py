@@ -7,8 +7,9 @@
     both                        [B, H, Q, K]                     the same
     a diagonal                  [parts, B, H, query tiles, Q+K-1]  the same, also over parts and tiles (attention/kinds)
 
-This is enough where each index is a position or a constant (``t[h, k]``), or the distance of a hoisted diagonal. For every
-other index, ATen's sorted ``index_put`` scatters the sums to it.
+This is enough where each index is a position or a constant (``t[h, k]``), or the distance of a hoisted diagonal. Where an
+index is the same for all heads and has few values, ``entry_sums`` adds the sums (pair_entries.py). For every other index,
+ATen's sorted ``index_put`` scatters the sums to it.
 """
 
 from __future__ import annotations

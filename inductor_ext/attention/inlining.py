@@ -168,7 +168,8 @@ class Inlining:
             forms["by_entry"] = self._by_entry(joint, contribution)
             forms["inside"] = self._inside(joint, written_by)
             forms["condition"] = self._condition(joint, contribution)
-        by_pair = forms["dim_of_heads"] is not None and read_for_each_pair(contribution, joint.inputs, self.lengths)
+        count = sum(len(contributions or ()) for contributions in joint.captured)
+        by_pair = forms["dim_of_heads"] is not None and read_for_each_pair(contribution, joint.inputs, self.lengths, count)
         if by_pair or (in_order and not contribution.plain):
             over_tensors, _ = self._address(joint, contribution)
             clamp_reads(over_tensors, ScoreMod.of_joint(over_tensors.graph).ranges(self.lengths))

@@ -27,8 +27,8 @@ PROGRAMS, FEWEST = 512, 512
 
 @SymbolicGridFn
 def grid(parts: Any, heads: Any, entries: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    """One program for each part of a batch element, tile of entries and tile of heads."""
-    return parts, cdiv(entries, meta["BLOCK_E"]), cdiv(heads, meta["BLOCK_H"])
+    """One axis for parts, tiles of heads and tiles of entries, because the others end at 65535."""
+    return parts * cdiv(heads, meta["BLOCK_H"]) * cdiv(entries, meta["BLOCK_E"]), 1, 1
 
 
 _template = Template("gradfuse_entry_sums", grid, load("gathers/entry_sums"))

@@ -57,9 +57,11 @@ def bin_sums(values: Tensor, index: Tensor, bins: int) -> Tensor:
     values is [L, R, N], index [R, N] (integers from 0 to bins - 1). The result is [L, R, bins], in the dtype in which the
     sums are accumulated: ``out[l, r, j]`` is the sum of ``values[l, r, n]`` over all n with ``index[r, n] == j``.
     """
-    wide = working_dtype(values.dtype)
-    total = torch.zeros((*values.shape[:2], bins), dtype=wide, device=values.device)
-    return total.scatter_add_(2, index.long().expand(values.shape), values.to(wide))
+    slices, rows, _ = values.shape
+    total = torch.zeros((rows, bins, slices), dtype=working_dtype(values.dtype), device=values.device)
+    row = torch.arange(rows, device=values.device)[:, None]
+    total.index_put_((row, index.long()), values.permute(1, 2, 0).to(total.dtype), accumulate=True)
+    return total.permute(2, 0, 1).contiguous()
 
 
 @bin_sums.register_fake
@@ -71,15 +73,16 @@ def _(values: Tensor, index: Tensor, bins: int) -> Tensor:
 def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
     """Add values by entry, by an index that is the same for all heads: the gradient of ``table[index[b, n], h]``.
 
-    values is [B, H, N], index [B, N] or [1, N] (integers; what is not from 0 to entries - 1 is left out). The result is
-    [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]`` over all b
-    and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
+    values is [B, H, N], index [B, N] or [1, N] (integers from 0 to entries - 1, or -1 for a value that is left out). The
+    result is [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]``
+    over all b and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value
+    of fp32.
     """
-    wide = working_dtype(values.dtype)
-    kept = (index >= 0) & (index < entries)
-    chosen = torch.where(kept, index, entries).long()[:, None].expand(values.shape)
-    total = torch.zeros((*values.shape[:2], entries + 1), dtype=wide, device=values.device)
-    return total.scatter_add_(2, chosen, values.to(wide)).sum(0)[:, :entries].contiguous()
+    torch._assert_async(((index >= -1) & (index < entries)).all(), "index out of bounds")
+    chosen = torch.where(index >= 0, index, entries).long().expand(values.shape[0], -1)
+    total = torch.zeros((entries + 1, values.shape[1]), dtype=working_dtype(values.dtype), device=values.device)
+    total.index_put_((chosen,), values.transpose(1, 2).to(total.dtype), accumulate=True)
+    return total[:entries].T.contiguous()
 
 
 @entry_sums.register_fake

@@ -207,8 +207,7 @@ class _Rewriter:
     def _segmented(self, found: ScatterAdd) -> _Found | None:
         """On a GPU, if it is faster than atomics or required: sort the index, and add the values of each row in order."""
         values, left_out = _narrowed(found)
-        triton = Target.of(value_of(found.node).device).triton
-        if not triton or not found.indexed or not self._worth_sorting(found, value_of(values).dtype):
+        if not found.indexed or not _has_kernels(found) or not self._worth_sorting(found, value_of(values).dtype):
             return None
         order, keys = self._sort(found, left_out)
         dims = range(found.dim, found.dim + len(found.indexed))
@@ -348,10 +347,16 @@ def _narrowed(found: ScatterAdd) -> tuple[Node, Node | None]:
     return (found.values if masked is not None and left_out is None else values), left_out
 
 
+def _has_kernels(found: ScatterAdd) -> bool:
+    """Whether a kernel can read all of its operands: an index of a tensor on a GPU may be on the CPU."""
+    device = value_of(found.base).device
+    return Target.of(device).triton and all(value_of(i).device == device for i in found.indexed)
+
+
 def _worth_matmuls(found: ScatterAdd, dtype: torch.dtype) -> bool:
     """Whether a scatter-add on a GPU has few rows that get many values each."""
     base = value_of(found.base)
-    if not found.indexed or dtype not in SUPPORTED_DTYPES or not Target.of(base.device).triton:
+    if not found.indexed or dtype not in SUPPORTED_DTYPES or not _has_kernels(found):
         return False
     sizes = (*base.shape, *values_shape(found), *index_shape(found))
     if base.dtype is torch.float64 or not all(isinstance(n, int) for n in sizes):

@@ -11,7 +11,7 @@ from inductor_ext.core.report import collect
 from tests.support.interpreter import triton_on_cpu
 
 from . import comparison
-from .case import Case
+from .case import Case, relative_error
 from .comparison import BATCH, DIM, HEADS
 
 LENGTH, ENTRIES = 72, 9
@@ -68,6 +68,7 @@ def test_two_lookups_one_pass_and_a_mask():
 
 
 def test_entries_out_of_bounds_that_the_mask_hides():
+    """They have no entry. The workspace is zero there, but a number that is no entry would be an error."""
     inside = index(0)
     pairs = torch.where(torch.arange(LENGTH) < 50, inside, 1000)
 
@@ -76,6 +77,21 @@ def test_entries_out_of_bounds_that_the_mask_hides():
         return lambda s, b, h, q, k: s + t[chosen[b, q, k], h]
 
     comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=lambda b, h, q, k: k < 50)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
+def test_a_table_in_float64_keeps_the_precision_of_the_sums(options):
+    pairs = index()
+    exact, found = table(ENTRIES, HEADS).double().requires_grad_(), {}
+    inputs = comparison.heads(LENGTH)
+    for fewest in (0, 2**40):
+        pair_entries.FEWEST_SCORES = fewest
+        torch._dynamo.reset()
+        attend = lambda q, k, v, t: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + t[pairs[b, i, j], h])  # noqa: E731
+        with triton_on_cpu():
+            out = torch.compile(attend, backend="gradfuse", dynamic=False, options=options)(*inputs, exact)
+            (found[fewest],) = torch.autograd.grad(out.square().sum(), exact)
+    assert relative_error(found[0], found[2**40]) < 1e-6
 
 
 def how(report):
@@ -107,6 +123,16 @@ def test_which_gradients_are_stored(monkeypatch):
     ):
         assert ADDED in planned(other)
     assert ADDED in planned(read, dynamic=True)
+    # Each of several contributions has a workspace.
+    both = lambda s, b, h, q, k: s + t[pairs[b, q, k], h] + t[pairs[b, k, q], h]  # noqa: E731
+    monkeypatch.setattr(pair_entries, "MOST_SCORES", 2 * BATCH * HEADS * LENGTH**2)
+    assert STORED in planned(both)
+    monkeypatch.setattr(pair_entries, "MOST_SCORES", 2 * BATCH * HEADS * LENGTH**2 - 1)
+    assert ADDED in planned(both) and STORED in planned(read)
+    # The sums of a table with more entries than pairs would be larger than the workspace.
+    large = table(LENGTH**2 + 1, HEADS).requires_grad_()
+    monkeypatch.setattr(pair_entries, "MOST_ENTRIES_OF_A_HEAD", 2**20)
+    assert ADDED in planned(lambda s, b, h, q, k: s + large[pairs[b, q, k], h])
     monkeypatch.setattr(pair_entries, "MOST_SCORES", BATCH * HEADS * LENGTH**2 - 1)
     assert ADDED in planned(read)
 
@@ -133,9 +159,9 @@ def test_on_a_gpu(length, heads, dim, dtype, masked):
 
 @pytest.mark.gpu
 def test_every_run_is_the_same():
-    case = graphormer(256, 16, 64, torch.bfloat16)
+    case = dataclasses.replace(graphormer(256, 16, 64, torch.bfloat16), dtypes={"t": torch.float32})
     inputs, tables = case.make("cuda")
     run = torch.compile(case.function(tables, "cuda"), backend="gradfuse")
     out = run(*inputs)
-    first, second = (torch.autograd.grad(out.sum(), tables["t"], retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
+    grads = [torch.autograd.grad(out.sum(), tables["t"], retain_graph=True)[0] for _ in range(5)]
+    assert all(torch.equal(grads[0], other) for other in grads[1:])

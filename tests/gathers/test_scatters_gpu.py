@@ -55,9 +55,9 @@ def test_deterministic_element_by_element(function, dtype):
         assert relative_error(mine, exact) <= 1.2 * relative_error(rounded.to(dtype), exact) + 1e-6
 
 
-@pytest.mark.parametrize("rows", [64, 3000])
-def test_large_enough_to_be_sorted(rows):
-    """Long runs over many chunks, and many rows, on the path that is chosen because of the size."""
+@pytest.mark.parametrize("rows", [64, 65, 3000])
+def test_large_enough_for_a_kernel(rows):
+    """Few rows by matmuls, long runs over many chunks, and many rows: on the path that is chosen because of the size."""
     ids = torch.randint(0, rows, (60000,), device="cuda") * (torch.rand(60000, device="cuda") < 0.5)
     table = torch.randn(rows, 1000, device="cuda").bfloat16()
     grad = torch.randn(60000, 1000, device="cuda")
@@ -71,21 +71,29 @@ def test_large_enough_to_be_sorted(rows):
 
 OUT_OF_BOUNDS = """
 import sys, torch, inductor_ext
-ids = torch.randint(0, 50, (60000,), device="cuda")
-ids[777] = int(sys.argv[1])
-base = torch.zeros(50, 1000, device="cuda", dtype=torch.bfloat16)
+rows = int(sys.argv[1])
+ids = torch.randint(0, rows, (60000,), device="cuda")
+ids[777] = int(sys.argv[2])
+base = torch.zeros(rows, 1000, device="cuda", dtype=torch.bfloat16)
 values = torch.ones(60000, 1000, device="cuda", dtype=torch.bfloat16)
 out = torch.compile(lambda b, i, v: b.index_put((i,), v, accumulate=True), backend="gradfuse")(base, ids, values)
 torch.cuda.synchronize()
-print("last row", float(out[49].float().mean()))
+print("last row", float(out[-1].float().mean()))
 """
 
 
-@pytest.mark.parametrize("index, message", [(50, "index out of bounds"), (-51, "index out of bounds"), (-1, "last row")])
-def test_out_of_bounds_is_asserted_on_the_device(index, message):
+@pytest.mark.parametrize("index, message", [(0, "index out of bounds"), (-1, "index out of bounds"), (None, "last row")])
+@pytest.mark.parametrize("rows", [50, 3000])
+def test_out_of_bounds_is_asserted_on_the_device(rows, index, message):
+    """index: how far it is beyond the last row or before the first, or None for the last row, as -1."""
+    index = -1 if index is None else index + rows if index == 0 else index - rows
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_BOUNDS, str(index)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", OUT_OF_BOUNDS, str(rows), str(index)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert message in done.stdout + done.stderr
     assert (done.returncode == 0) == (index == -1)
