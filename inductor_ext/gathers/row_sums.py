@@ -78,11 +78,11 @@ def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tenso
     over all b and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value
     of fp32.
     """
-    torch._assert_async(((index >= -1) & (index < entries)).all(), "index out of bounds")
-    chosen = torch.where(index >= 0, index, entries).long().expand(values.shape[0], -1)
+    # Row 0 is for what is left out. A number below -1 must not count as one from the end.
+    chosen = torch.where(index < -1, entries + 1, index + 1).long().expand(values.shape[0], -1)
     total = torch.zeros((entries + 1, values.shape[1]), dtype=working_dtype(values.dtype), device=values.device)
     total.index_put_((chosen,), values.transpose(1, 2).to(total.dtype), accumulate=True)
-    return total[:entries].T.contiguous()
+    return total[1:].T.contiguous()
 
 
 @entry_sums.register_fake

@@ -146,8 +146,9 @@ def test_the_op():
     values, index = torch.arange(12.0).reshape(2, 2, 3), torch.tensor([[0, 1, -1], [1, 1, 0]])
     assert entry_sums(values, index, 2, 3).tolist() == [[0.0 + 8, 1 + 6 + 7.0], [3.0 + 11, 4 + 9 + 10.0]]
     torch.library.opcheck(entry_sums, (values, index, 2, 3))
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        entry_sums(values, index, 1, 3)
+    for outside in (2, -2):
+        with pytest.raises(IndexError, match="out of bounds"):
+            entry_sums(values, index.where(index >= 0, outside), 2, 3)
 
 
 @INTERPRETED
