@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import hoisting, pair_entries
+from inductor_ext.attention import deterministic, hoisting, pair_entries
 from inductor_ext.core.report import collect
 from tests.support.interpreter import triton_on_cpu
 
@@ -60,11 +60,20 @@ def test_gradients(name, options):
 
 
 def test_two_lookups_one_pass_and_a_mask():
-    """Where the mask hides whole blocks, the kernel stores nothing, and the workspace is zero."""
     pairs = index()
     bias = lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h] + t[pairs[b, k, q], h]  # noqa: E731
     mask = lambda b, h, q, k: (q // 16 == k // 16) | (k < 3)  # noqa: E731
     comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, kv_heads=1, bwd_ONE_PASS=True)
+
+
+def test_the_workspace_is_zero_where_the_kernel_stores_nothing(monkeypatch):
+    """The mask hides whole blocks. Without zeros the workspace would be allocated by ``empty_strided``."""
+    pairs = index()
+    monkeypatch.setattr(deterministic, "empty_strided", None)
+    mask = lambda b, h, q, k: q // 16 == k // 16  # noqa: E731
+    blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    bias = lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h]  # noqa: E731
+    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, block_mask=blocks)
 
 
 def test_entries_out_of_bounds_that_the_mask_hides():
