@@ -1,4 +1,4 @@
-"""Learned biases of real models in their own shapes: gradfuse, stock Inductor, and SDPA with the bias as its mask.
+"""Learned biases of real models in their own shapes: gradfuse, stock Inductor, SDPA with the bias as its mask, and no bias.
 
 python -m benchmarks.biases                        # every case; writes results/biases.json
 python -m benchmarks.biases --case swin --compile-only
@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,12 @@ def attention(bias: Bias, others: list[Tensor]) -> Callable[..., Tensor]:
     return function
 
 
+def without_bias(bias: Bias, others: list[Tensor]) -> Callable[..., Callable[..., Tensor]]:
+    """The case as stock's flex_attention without the bias: what is left if biases cost nothing."""
+    plain = attention(replace(bias, score_mod=lambda *_: None), others)
+    return lambda _: stock(plain)
+
+
 def as_mask(bias: Bias, others: list[Tensor]) -> Callable[..., Callable[..., Tensor]]:
     """The case as SDPA with a mask that holds the bias, compiled by stock."""
     batch, heads, length, _ = bias.shape
@@ -221,9 +227,15 @@ def make_case(name: str) -> Case:
     inputs = [torch.randn(bias.shape, **options) for _ in range(3)]
     inputs += [torch.randn(shape, **options) * 0.5 for shape in bias.learned]
     parameters = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": "bfloat16", **bound(bias, visible)}
-    peers = {"stock": stock, "sdpa-mask": as_mask(bias, others), "gradfuse": gradfuse}
+    peers = {
+        "no bias": without_bias(bias, others),
+        "stock": stock,
+        "sdpa-mask": as_mask(bias, others),
+        "gradfuse": gradfuse,
+    }
     inputs = [x.requires_grad_() for x in inputs]
-    return Case(name, parameters, inputs, attention(bias, others), reference(bias, others), peers, kernels=True)
+    made = attention(bias, others), reference(bias, others)
+    return Case(name, parameters, inputs, *made, peers, kernels=True, partial=frozenset({"no bias"}))
 
 
 def profile(name: str, **options: Any) -> dict[str, Any]:

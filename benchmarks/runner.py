@@ -35,6 +35,8 @@ class Case:
     peers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
     #: Add up the durations of the kernels too: what is left when a slow host does not hold up the GPU between them.
     kernels: bool = False
+    #: Peers that compute less than the function, to show what the rest of it costs. They have no errors.
+    partial: frozenset[str] = frozenset()
 
 
 def stock(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,15 +87,16 @@ def measure(case: Case, *, compile_only: bool = False) -> list[dict[str, Any]]:
             out = run(*case.inputs)
             if grad is None:
                 grad = torch.randn_like(out)
-            grads = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+            grads = torch.autograd.grad(out, leaves, grad, retain_graph=True, allow_unused=peer in case.partial)
             if compile_only:
                 continue
             if want is None and case.reference is not None:
                 want = case.reference(*case.inputs, grad)
-            if want is not None:
+            if want is not None and peer not in case.partial:
                 got = [out, *grads]
                 row["error"] = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
-            row.update(_times(run, case.inputs, out, leaves, grad, case.kernels))
+            used = [x for x, g in zip(leaves, grads, strict=True) if g is not None]
+            row.update(_times(run, case.inputs, out, used, grad, case.kernels))
             del out, grads
         except Exception as error:
             row["refused"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"

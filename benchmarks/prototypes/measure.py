@@ -1,0 +1,133 @@
+"""The Gluon prototypes: errors against float64, 1,000 repeats, and times beside cuDNN and gradfuse.
+
+python -m benchmarks.prototypes.measure  # writes results/prototypes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+from ..runner import RESULTS, environment, gradfuse, relative_error
+from . import gluon_backward, gluon_forward
+
+LENGTHS = 1, 97, 1000, 4096
+#: Forms of the kernels, by the head dim. The first is the default.
+FORWARD = {
+    64: [{}, {"late": False}, {"stages": 3}, {"consumers": 3, "stages": 3}],
+    128: [{}, {"late": False}, {"block_n": 64, "stages": 3}],
+}
+BACKWARD = {64: [{}, {"halves": 2}, {"stages": 3}], 128: [{}, {"halves": 2}]}
+
+
+def operands(length: int, dim: int, dtype: torch.dtype, batch: int = 2, heads: int = 16) -> list[Tensor]:
+    """Query, key, value and the gradient of the output."""
+    torch.manual_seed(0)
+    return [torch.randn(batch, heads, length, dim, device="cuda", dtype=dtype) for _ in range(4)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients by the formula in another dtype, for one batch element at a time."""
+    pieces = []
+    for one in zip(q, k, v, grad, strict=True):
+        *leaves, g = (x.to(dtype) for x in one)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = (leaves[0] @ leaves[1].mT / q.shape[-1] ** 0.5).softmax(-1) @ leaves[2]
+        pieces.append([out.detach(), *torch.autograd.grad(out, leaves, g)])
+    return [torch.stack(x) for x in zip(*pieces, strict=True)]
+
+
+def errors() -> Iterator[dict[str, Any]]:
+    """The errors of output and gradients, over those of the formula in fp32 rounded once."""
+    for dim in FORWARD:
+        for dtype in (torch.bfloat16, torch.float16):
+            for length in LENGTHS:
+                q, k, v, grad = operands(length, dim, dtype, batch=1, heads=4)
+                want = exact(q, k, v, grad, torch.float64)
+                once = [x.to(dtype) for x in exact(q, k, v, grad, torch.float32)]
+                out, lse = gluon_forward.forward(q, k, v)
+                got = [out, *gluon_backward.backward(q, k, v, out, lse, grad)]
+                found = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
+                least = [relative_error(g, w) for g, w in zip(once, want, strict=True)]
+                yield {"dim": dim, "dtype": str(dtype)[6:], "length": length, "error": found, "formula": least}
+
+
+def repeats(times: int = 1000) -> Iterator[dict[str, Any]]:
+    """How many of the repeats differ in a bit of the output, dK or dV. (dQ is added in no fixed order.)"""
+    for dim in FORWARD:
+        q, k, v, grad = operands(1000, dim, torch.bfloat16)
+        first, different = None, 0
+        for _ in range(times):
+            out, lse = gluon_forward.forward(q, k, v)
+            _, dk, dv = gluon_backward.backward(q, k, v, out, lse, grad)
+            first = first or (out, dk, dv)
+            different += not all(torch.equal(a, b) for a, b in zip(first, (out, dk, dv), strict=True))
+        yield {"dim": dim, "repeats": times, "different": different}
+
+
+def times() -> Iterator[dict[str, Any]]:
+    """Milliseconds of forward and backward, 2 x 16 x 4096 in bf16."""
+    from triton.testing import do_bench
+
+    def milliseconds(function: Callable[[], Any]) -> float:
+        return do_bench(function, warmup=50, rep=300, return_mode="median")
+
+    for dim in FORWARD:
+        q, k, v, grad = operands(4096, dim, torch.bfloat16)
+        out, lse = gluon_forward.forward(q, k, v)
+        for form in FORWARD[dim]:
+            yield {"dim": dim, "peer": "gluon", "form": form} | _try(
+                "forward_ms", lambda form=form: milliseconds(lambda: gluon_forward.forward(q, k, v, **form))
+            )
+        for form in BACKWARD[dim]:
+            run = lambda form=form: gluon_backward.backward(q, k, v, out, lse, grad, **form)  # noqa: E731
+            yield {"dim": dim, "peer": "gluon", "form": form} | _try("backward_ms", lambda run=run: milliseconds(run))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        for peer, attend in {"cudnn": _cudnn, "gradfuse": gradfuse(flex_attention)}.items():
+            result = attend(*leaves)
+            yield {
+                "dim": dim,
+                "peer": peer,
+                "forward_ms": milliseconds(lambda attend=attend: attend(*leaves)),
+                "backward_ms": milliseconds(
+                    lambda result=result: torch.autograd.grad(result, leaves, grad, retain_graph=True)
+                ),
+            }
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def _try(name: str, measure: Callable[[], float]) -> dict[str, Any]:
+    try:
+        return {name: measure()}
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+
+
+def main() -> None:
+    import torch._functorch.config as functorch_config
+
+    functorch_config.donated_buffer = False
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "prototypes.json")
+    out, rows = parser.parse_args().out, []
+    for part in (errors, times, repeats):
+        for row in part():
+            rows.append({"part": part.__name__, **row})
+            print(json.dumps(rows[-1]), flush=True)
+            out.write_text(json.dumps({"suite": "prototypes", "environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
