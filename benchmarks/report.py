@@ -77,7 +77,7 @@ def biases_table() -> str:
     columns = [("times", peer) for peer in ("no bias", "stock", "sdpa-mask", "gradfuse")]
     columns += [("table_error", "stock"), ("table_error", "gradfuse")]
     return f"{provenance(result)} The operands are bf16. {BUSY} Each cell is forward / backward.\n\n" + markdown(
-        "case | B × H × S × D | bound | stock without the bias | stock | SDPA, bias as mask | gradfuse | error: stock | gradfuse",
+        "case | B × H × S × D | bound | without bias | stock | SDPA, bias as mask | gradfuse | error: stock | gradfuse",
         wide.reindex(columns=columns).reset_index().to_numpy(),
     )
 

@@ -75,44 +75,38 @@ def repeats(times: int = 1000) -> Iterator[dict[str, Any]]:
 
 def times() -> Iterator[dict[str, Any]]:
     """Milliseconds of forward and backward, 2 x 16 x 4096 in bf16."""
+    for dim in FORWARD:
+        yield from ({"dim": dim, **row} for row in _times(dim, *operands(4096, dim, torch.bfloat16)))
+
+
+def _times(dim: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Iterator[dict[str, Any]]:
     from triton.testing import do_bench
 
-    def milliseconds(function: Callable[[], Any]) -> float:
-        return do_bench(function, warmup=50, rep=300, return_mode="median")
+    def milliseconds(function: Callable[..., Any], *arguments: Any, **options: Any) -> float:
+        return do_bench(lambda: function(*arguments, **options), warmup=50, rep=300, return_mode="median")
 
-    for dim in FORWARD:
-        q, k, v, grad = operands(4096, dim, torch.bfloat16)
-        out, lse = gluon_forward.forward(q, k, v)
-        for form in FORWARD[dim]:
-            yield {"dim": dim, "peer": "gluon", "form": form} | _try(
-                "forward_ms", lambda form=form: milliseconds(lambda: gluon_forward.forward(q, k, v, **form))
-            )
-        for form in BACKWARD[dim]:
-            run = lambda form=form: gluon_backward.backward(q, k, v, out, lse, grad, **form)  # noqa: E731
-            yield {"dim": dim, "peer": "gluon", "form": form} | _try("backward_ms", lambda run=run: milliseconds(run))
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        for peer, attend in {"cudnn": _cudnn, "gradfuse": gradfuse(flex_attention)}.items():
-            result = attend(*leaves)
-            yield {
-                "dim": dim,
-                "peer": peer,
-                "forward_ms": milliseconds(lambda attend=attend: attend(*leaves)),
-                "backward_ms": milliseconds(
-                    lambda result=result: torch.autograd.grad(result, leaves, grad, retain_graph=True)
-                ),
-            }
+    def gluon(name: str, function: Callable[..., Any], *arguments: Any, **form: Any) -> dict[str, Any]:
+        try:
+            return {"peer": "gluon", "form": form, name: milliseconds(function, *arguments, **form)}
+        except Exception as error:
+            first = str(error).strip().splitlines()[0][:200]
+            return {"peer": "gluon", "form": form, "refused": f"{type(error).__name__}: {first}"}
+
+    out, lse = gluon_forward.forward(q, k, v)
+    for form in FORWARD[dim]:
+        yield gluon("forward_ms", gluon_forward.forward, q, k, v, **form)
+    for form in BACKWARD[dim]:
+        yield gluon("backward_ms", gluon_backward.backward, q, k, v, out, lse, grad, **form)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    for peer, attend in {"cudnn": _cudnn, "gradfuse": gradfuse(flex_attention)}.items():
+        result = attend(*leaves)
+        backward = milliseconds(torch.autograd.grad, result, leaves, grad, retain_graph=True)
+        yield {"peer": peer, "forward_ms": milliseconds(attend, *leaves), "backward_ms": backward}
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-
-
-def _try(name: str, measure: Callable[[], float]) -> dict[str, Any]:
-    try:
-        return {name: measure()}
-    except Exception as error:
-        return {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
 
 
 def main() -> None:

@@ -227,6 +227,7 @@ def _tilings(
             "one_pass": template_options["ONE_PASS"],
             "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
             "one_tile": common.in_tiles(call, 1),
+            "few_tiles": common.in_tiles(call, 4),
             "slices": template_options["SLICES"] > 1 and not reads_each_score,
             "dropout": template_options["DROPOUT"],
         }

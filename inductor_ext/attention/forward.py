@@ -99,11 +99,13 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     choices: list[Any] = []
     if len(configs) == 1:
+        # Those that no block needs as a rule do not decide.
+        chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
         has = {
             "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
             "reads": score.reads_each_score,
-            # Those that no block needs as a rule do not decide.
-            "chained reads": score_graphs.has_chained_reads(score_graph) and not score.conditional,
+            "chained reads": bool(chained),
+            "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
             "slices": template_options["SLICES"] > 1 and not score.reads_each_score,

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.fx import name_of
+from ..core.fx import cone, name_of
 from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import V
 from ..torch_api.sizes import hint
@@ -25,18 +25,16 @@ def is_identity(module: GraphModule) -> bool:
     return out is module.graph.find_nodes(op="placeholder")[0]
 
 
-def has_chained_reads(module: GraphModule) -> bool:
-    """Return whether some captured tensor is read at an index that is computed from another read."""
-    read: set[Node] = set()
-    for node in module.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.target is aten.index.Tensor:
-            if any(n in read for n in inputs):
-                return True
-            read.add(node)
-        elif any(n in read for n in inputs):
-            read.add(node)
-    return False
+def chained_reads(module: GraphModule) -> list[Node]:
+    """Return the reads of captured tensors from which the index of another read is computed."""
+    reads = module.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    return [read for read in reads if any(read in cone(other) for other in reads if other is not read)]
+
+
+def differs_by_pair(node: Node) -> bool:
+    """Return whether a node of a score_mod's graph depends on the query and on the key."""
+    query, key = node.graph.find_nodes(op="placeholder")[3:5]
+    return {query, key} <= set(cone(node))
 
 
 def is_always_true(module: GraphModule) -> bool:

@@ -43,7 +43,7 @@ _FORWARD, _ONE_PASS, _TWO_PASSES, _BACKWARD = ("forward",), ("one pass",), ("two
 _AMPERE, _CONSUMER, _HOPPER, _BLACKWELL = ("ampere", "consumer"), ("consumer",), ("hopper",), ("blackwell",)
 _LONGEST = 2**31
 _EVERY_DIM, _TO_64, _ABOVE_64, _FROM_128 = range(_LONGEST), range(65), range(65, _LONGEST), range(128, _LONGEST)
-_TO_32 = range(33)
+_TO_32, _33_TO_64 = range(33), range(33, 65)
 _ABOVE_128 = range(129, _LONGEST)
 _AMPERE_TILES = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_stages": 2}
 _TILES_OF_64 = {**dict.fromkeys(("block_m1", "block_n1", "block_m2", "block_n2"), 64), "num_warps": 4}
@@ -61,13 +61,18 @@ TABLE = (
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "chained reads", _at_least, {"num_warps": 8}),
     # The values that a score_mod reads for each score wait in registers: DeBERTa's biases take 0.51 ms, and 0.55 with 128.
     Row(_FORWARD, _HOPPER, _TO_64, "reads", _at_most, {"block_m": 64}),
-    # Graphormer's lookup takes 0.69 ms, and 0.89 ms with 128 x 64 in eight warps.
+    # Graphormer's lookup takes 0.69 ms, and 0.89 ms with 128 x 64 in eight warps. At head dim 32 it takes 0.25 ms, and 0.27
+    # with 64 x 32 in three stages.
     Row(_FORWARD, _HOPPER, _TO_64, "chained reads", _exactly, {"block_m": 64, "block_n": 32, "num_warps": 4}),
+    Row(_FORWARD, _HOPPER, _TO_32, "chained reads", _exactly, {"block_n": 64, "num_stages": 2}),
+    # Pairs of segments take 0.28 ms, and 0.37 with 64 x 32 in three stages.
+    Row(_FORWARD, _HOPPER, _33_TO_64, "rows and columns", _exactly, {"block_n": 128, "num_stages": 2}),
     # Tiles of 64 rows need four warps: at head dim 128 the distances of 64 x 64 places take 0.74 ms, in three stages 0.84,
     # and 2.03 in eight warps. At head dim 64 they take 0.41 ms, and 0.45 in three stages.
     Row(_FORWARD, _HOPPER, _EVERY_DIM, "images", _exactly, {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}),
-    # BEiT's pairs of 197 tokens take 0.17 ms, and 0.22 ms in three stages.
+    # BEiT's pairs of 197 tokens take 0.13 ms, 0.15 ms with 64 x 64, and 0.22 ms in three stages.
     Row(_FORWARD, _HOPPER, _TO_64, "few tiles", _at_most, {"block_m": 64, "num_stages": 2}),
+    Row(_FORWARD, _HOPPER, _33_TO_64, "few tiles", _at_most, {"block_n": 32}),
     # There is nothing to prefetch, and less shared memory leaves room for more programs: Swin takes 0.18 instead of 0.28 ms.
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # 4096 x 4 windows of Swin take 0.14 ms, and 0.18 in eight warps.
@@ -87,10 +92,14 @@ TABLE = (
     Row(_ONE_PASS, _HOPPER, _TO_64, "strips", _exactly, {"block_m1": 32, "block_n1": 128}),
     # 32 x 64 takes 1.60 ms for the distances of 64 x 64 places; 128 keys are more than a row of that image.
     Row(_ONE_PASS, _HOPPER, _TO_64, "strips of images", _exactly, {"block_m1": 64, "block_n1": 64}),
-    # T5's buckets in packed documents take 0.82 ms on an H100, and 1.01 with 64 x 64, 1.23 with 32 x 128.
-    Row(_ONE_PASS, _HOPPER, _TO_64, "conditional adds", _exactly, {"block_m1": 32, "block_n1": 64}),
+    # T5's 2048 tokens take 0.72 ms, and 1.84 with 32 x 128, of which only one program fits beside the random numbers.
+    Row(_ONE_PASS, _HOPPER, _TO_64, "strips and dropout", _exactly, {"block_m1": 64, "block_n1": 64}),
+    # T5's buckets in packed documents take 0.56 ms, 0.67 with 32 x 64, and 0.83 in three stages.
+    Row(_ONE_PASS, _HOPPER, _TO_64, "conditional adds", _exactly, {"block_m1": 64, "block_n1": 64, "num_stages": 2}),
     # Moving wide tiles takes 1.84 ms, and 2.44 ms with 64 x 64.
     Row(_ONE_PASS, FAMILIES, _TO_64, "blocks", _exactly, {"block_n1": 128, "num_warps": 8}),
+    # BEiT's take 0.40 ms, 0.43 with wide tiles, and 0.64 in three stages.
+    Row(_ONE_PASS, _HOPPER, _33_TO_64, "few blocks", _exactly, {"block_n1": 64, "num_warps": 4, "num_stages": 2}),
     # Conformer's relative shift takes 0.52 ms, and 0.58 with 64 x 128 in eight warps.
     Row(_ONE_PASS, _HOPPER, _TO_64, "descending keys", _exactly, {"block_m1": 32, "num_warps": 4}),
     # 4096 x 4 windows of Swin take 0.34 ms, and 0.41 in eight warps.
@@ -152,7 +161,8 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
-    index is itself read, as in ``t[doc[q] - doc[k]]``. "one tile": no sequence is longer than a tile. "few tiles": none is
+    index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and it is so for each query or key, not for each
+    pair. "one tile": no sequence is longer than a tile. "few tiles": none is
     longer than four. "slices": a program has the only tile of several batch elements, and nothing is read for each score by
     itself. "images": a tile lies in a row of an image that is shorter than the longest tile. "dropout": probabilities are
     dropped. "fp32": the dtype.
@@ -169,19 +179,22 @@ def backward_config(
     mask_mod: bool,
     head_dim: int,
     one_tile: bool = False,
+    few_tiles: bool = False,
     slices: bool = False,
     dropout: bool = False,
 ) -> Any:
     """Adapt stock's backward config to the way in which the kernel reduces the gradients of captured tensors.
 
-    one_pass: dQ is added in memory. one_tile: no sequence is longer than a tile. slices: and a program has several batch
-    elements, and nothing is read for each score by itself. dropout: probabilities are dropped.
+    one_pass: dQ is added in memory. one_tile, few_tiles: no sequence is longer than a tile, or than four. slices: none is
+    longer than a tile, a program has several batch elements, and nothing is read for each score by itself. dropout:
+    probabilities are dropped.
 
     The feature "gathers": there is one add for each score, and no tile repeats. "repeats": a sum of whole tiles is held in
     registers. "strips": TMA adds tiles to a strip. "strips of images": those of images with short rows. "blocks": TMA moves
-    blocks of a table of pairs. "descending keys": those of a relative shift. "conditional adds": single elements are added
-    on some tiles only. "large tables": there are gathers whose scores never share an entry. "entries": key programs sum by
-    entry. "stored scores": the kernel stores one number for each score. "wide tiles": captured tiles are pipelined.
+    blocks of a table of pairs. "few blocks": those of sequences of few tiles. "descending keys": those of a relative shift.
+    "conditional adds": single elements are added on some tiles only. "large tables": there are gathers whose scores never
+    share an entry. "entries": key programs sum by entry. "stored scores": the kernel stores one number for each score. "wide
+    tiles": captured tiles are pipelined.
     """
     has = {
         "one tile": one_tile,
@@ -193,7 +206,9 @@ def backward_config(
         "repeats": captured.repeats,
         "strips": captured.has_strips,
         "strips of images": captured.has_strips_of_short_rows,
+        "strips and dropout": captured.has_strips and dropout,
         "blocks": captured.moves_blocks,
+        "few blocks": captured.moves_blocks and few_tiles,
         "descending keys": captured.keys_descend,
         "conditional adds": captured.adds_conditionally,
         "large tables": captured.in_large_tables,
