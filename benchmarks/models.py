@@ -36,6 +36,7 @@ import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.report import collect
 from inductor_ext.core.table import progress
 
+from .mlstm import plain as plain_mlstm
 from .runner import RESULTS, _kernel_time, environment, kernels
 
 BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
@@ -61,6 +62,10 @@ class Model:
 
 def _ids(batch: int, length: int) -> dict[str, Any]:
     return {"input_ids": torch.randint(3, 1000, (batch, length)), "use_cache": False}
+
+
+def _only_ids(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, 1000, (batch, length))}
 
 
 def _tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -166,8 +171,56 @@ def _mamba(**sizes: Any) -> nn.Module:
     return hf.MambaModel(hf.MambaConfig(**{"hidden_size": 768, "num_hidden_layers": 24} | sizes))
 
 
+def _recurrent_gemma(**sizes: Any) -> nn.Module:
+    """Two recurrent layers and one of attention, of the width of RecurrentGemma-2B."""
+    base = {"num_hidden_layers": 3, "vocab_size": 32000}
+    return hf.RecurrentGemmaModel(hf.RecurrentGemmaConfig(**base | sizes))
+
+
+class _XLSTMBlock(nn.Module):
+    """An mLSTM with its headwise norm and output gate, and a feed-forward layer, as in xLSTM-7B (arXiv 2503.13427)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.to_query, self.to_key = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+        self.to_value, self.to_output_gate, self.out = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.to_gates = nn.Linear(width, 2 * heads)
+        self.head_norm = nn.Parameter(torch.zeros(heads, width // heads))
+        hidden = 64 * round(8 * width / 3 / 64)
+        self.up, self.gate, self.down = (
+            nn.Linear(*dims, bias=False) for dims in ((width, hidden),) * 2 + ((hidden, width),)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        query, key, value = (to(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in self._to_heads())
+        input_gate, forget_gate = (15 * torch.tanh(self.to_gates(y).float() / 15)).transpose(1, 2).chunk(2, 1)
+        cell = plain_mlstm(query, key, value, input_gate, forget_gate, self.head_norm).transpose(1, 2).flatten(2)
+        x = x + self.out(torch.sigmoid(self.to_output_gate(y)) * cell)
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+    def _to_heads(self) -> tuple[nn.Module, ...]:
+        return self.to_query, self.to_key, self.to_value
+
+
+class _XLSTM(nn.Module):
+    """xLSTM with its cell in plain PyTorch. The defaults have 124 million parameters."""
+
+    def __init__(self, width: int = 768, heads: int = 6, layers: int = 12, vocabulary: int = 50304) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(_XLSTMBlock(width, heads) for _ in range(layers)), nn.RMSNorm(width))
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.blocks(self.embedding(input_ids)),)
+
+
 _TWO_LAYERS = {"num_hidden_layers": 2}
 _FEW_EXPERTS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _SMALL_SWIN = {"depths": [2, 2], "num_heads": [4, 8], "image_size": 64, "patch_size": 2, "window_size": 4}
 MODELS = {
     "t5_base_512": Model(_t5, 8, 512, _both_sides, {"num_layers": 1}),
@@ -190,6 +243,13 @@ MODELS = {
     ),
     "gpt_oss": Model(_gpt_oss, 2, 4096, _ids, {**_FEW_EXPERTS, "intermediate_size": 64}, dtype=torch.bfloat16),
     "mamba_130m": Model(_mamba, 1, 1024, _ids, {**_TWO_LAYERS, "hidden_size": 64}),
+    # Dynamo unrolls its loop over time.
+    "recurrent_gemma": Model(
+        _recurrent_gemma, 4, 512, _ids, {"hidden_size": 64, "lru_width": 64, "intermediate_size": 64, **_FEW_HEADS}
+    ),
+    "xlstm_125m": Model(
+        _XLSTM, 4, 2048, _only_ids, {"width": 64, "heads": 2, "layers": 1, "vocabulary": 1000}, dtype=torch.bfloat16
+    ),
 }
 
 

@@ -34,6 +34,7 @@ from .mlstm import op as mlstm_op
 from .mlstm import rewrite as mlstm
 from .options import Options, split
 from .registry import NAMES
+from .scan.recurrence import recurrence
 from .scan.scan import scan
 from .torch_api import bisector, config
 from .torch_api.config import (
@@ -50,7 +51,7 @@ from .torch_api.graph import set_missing_values, stable_topological_sort
 from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, scans_allowed
 
 #: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
-_FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, mlstm.fused_cell))
+_FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, recurrence, mlstm.fused_cell))
 _numbers = itertools.count()
 
 

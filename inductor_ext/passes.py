@@ -28,6 +28,7 @@ from .gathers import gathers, scatters
 from .mlstm import cpu as dense_mlstm
 from .mlstm import rewrite as mlstm
 from .options import Options
+from .scan import loops
 from .scan import rewrite as scans
 
 #: The passes in the order in which they run. Each rewrite is looked up when it runs, so that a test can replace it.
@@ -62,6 +63,12 @@ ORDER: tuple[Pass, ...] = (
         "draws the seed of a flex_attention with dropout, whose mask its kernels then compute from the positions",
         lambda gm, options: kernel_dropout.rewrite(gm, options),
         kernel_dropout.check,
+    ),
+    Pass(
+        "time_loops",
+        "dynamo",
+        "recognises a linear recurrence in a Python loop over time, and replaces it by a scan",
+        lambda gm, options: loops.rewrite(gm, options),
     ),
     Pass(
         "scans",

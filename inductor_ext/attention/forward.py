@@ -108,6 +108,7 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
             "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
             "one tile": common.in_tiles(call, 1),
             "few tiles": common.in_tiles(call, 4),
+            "few blocks": common.in_tiles(call, 4) and tables.has_pairs and not template_options["DROPOUT"],
             "slices": template_options["SLICES"] > 1 and not score.reads_each_score,
             "images": tables.longest_tile < LARGEST_TILE,
             "dropout": template_options["DROPOUT"],

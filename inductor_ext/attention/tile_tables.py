@@ -83,6 +83,11 @@ class TileTables:
         """The largest number of queries, and of keys, in a tile."""
         return min((table.kind.longest_tile for table in self.tables), default=ANY_LENGTH)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a table has a number for each pair of a query and a key."""
+        return any(table.kind is PAIR for table in self.tables)
+
     def buffers(self) -> list[Any]:
         """Return the buffers of the tables, which are inputs of the template."""
         return [self.captured[t.owner] for t in self.tables]

@@ -72,7 +72,7 @@ TABLE = (
     Row(_FORWARD, _HOPPER, _EVERY_DIM, "images", _exactly, {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}),
     # BEiT's pairs of 197 tokens take 0.13 ms, 0.15 ms with 64 x 64, and 0.22 ms in three stages.
     Row(_FORWARD, _HOPPER, _TO_64, "few tiles", _at_most, {"block_m": 64, "num_stages": 2}),
-    Row(_FORWARD, _HOPPER, _33_TO_64, "few tiles", _at_most, {"block_n": 32}),
+    Row(_FORWARD, _HOPPER, _33_TO_64, "few blocks", _at_most, {"block_n": 32}),
     # There is nothing to prefetch, and less shared memory leaves room for more programs: Swin takes 0.18 instead of 0.28 ms.
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "one tile", _exactly, {"num_stages": 1}),
     # 4096 x 4 windows of Swin take 0.14 ms, and 0.18 in eight warps.
@@ -162,10 +162,10 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
     index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and it is so for each query or key, not for each
-    pair. "one tile": no sequence is longer than a tile. "few tiles": none is
-    longer than four. "slices": a program has the only tile of several batch elements, and nothing is read for each score by
-    itself. "images": a tile lies in a row of an image that is shorter than the longest tile. "dropout": probabilities are
-    dropped. "fp32": the dtype.
+    pair. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "few blocks": and a table of
+    pairs is read by blocks, without dropout. "slices": a program has the only tile of several batch elements, and nothing is
+    read for each score by itself. "images": a tile lies in a row of an image that is shorter than the longest tile.
+    "dropout": probabilities are dropped. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 

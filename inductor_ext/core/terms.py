@@ -167,15 +167,20 @@ def terms(node: Node, opaque: Callable[[Node], list[Term] | None] = lambda node:
 
 def view_of(node: Node) -> Term:
     """``node`` as a view of one base, without an analysis of signs and sums."""
+    return views_of(node)[-1]
+
+
+def views_of(node: Node) -> list[Term]:
+    """``node`` as a view of itself, of its operand, of that one's operand, and so on to the last base."""
     name = op(node)
     if name in ("contiguous", "clone") or (name in ("float", "double", "to") and _widens(node)):
-        return view_of(node.args[0])
+        return [whole(node), *views_of(node.args[0])]
     if name in _VIEWS and is_tensor(node.args[0]):
         try:
-            return _VIEWS[name](node, view_of(node.args[0]))
+            return [whole(node), *(_VIEWS[name](node, term) for term in views_of(node.args[0]))]
         except NotASum:
             pass
-    return whole(node)
+    return [whole(node)]
 
 
 def _widens(node: Node) -> bool:

@@ -17,7 +17,21 @@ from torch.fx import Node
 
 from ..core.fx import requires_grad, shape_of, value_of
 from ..core.outside import Outside
-from ..core.terms import Term, arg, binary, is_along_last, is_one, is_tensor, maximum_of, number, op, terms, view_of, whole
+from ..core.terms import (
+    Term,
+    arg,
+    binary,
+    is_along_last,
+    is_one,
+    is_tensor,
+    maximum_of,
+    number,
+    op,
+    terms,
+    view_of,
+    views_of,
+    whole,
+)
 from ..torch_api.config import asserts_in_kernels
 from ..torch_api.graph import buffer_value
 
@@ -350,12 +364,18 @@ def _scores(node: Any, inside: set[Node]) -> tuple[Node, Node, float]:
     outside = Outside(product.graph) if requires_grad(product) else None
     query, of_query = _unscaled(product.args[0], set(), outside)
     flipped, of_flipped = _unscaled(product.args[1], set(), outside)
-    view = view_of(flipped)
-    key, of_key = _unscaled(view.base, set(), outside)
-    straight = whole(view.base).dims
-    if view.dims != (*straight[:-2], straight[-1], straight[-2]) or any(view.starts):
+    # The keys may be views themselves, as where heads are moved in front of time. Only the last transposition is of keys.
+    keys = next((view.base for view in views_of(flipped) if _is_transposed(view)), None)
+    if keys is None:
         raise NotMLSTM("the scores are not a product of queries and transposed keys")
+    key, of_key = _unscaled(keys, set(), outside)
     return query, key, scale * of_query * of_flipped * of_key
+
+
+def _is_transposed(view: Term) -> bool:
+    """Whether a view is its base with the last two dims exchanged."""
+    straight = whole(view.base).dims
+    return view.dims == (*straight[:-2], straight[-1], straight[-2]) and not any(view.starts)
 
 
 def _unscaled(node: Any, inside: set[Node], outside: Outside | None = None) -> tuple[Any, float]:

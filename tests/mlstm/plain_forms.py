@@ -86,6 +86,14 @@ def transposed(query, key, value, input_gate, forget_gate, weight):
     return by_groups(hidden, weight)
 
 
+def of_layers(query, key, value, input_gate, forget_gate, weight):
+    """Queries, keys and values are [B, S, N * D], as Linear layers give them, and heads are moved to the front."""
+    heads, width = query.shape[1], query.shape[3]
+    query, key, value = (x.transpose(1, 2).flatten(2) * 1.0 for x in (query, key, value))
+    query, key, value = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (query, key * width**-0.5, value))
+    return broadcast(query * width**0.5, key, value, input_gate, forget_gate, weight)
+
+
 def _in_place(log_weights, decay, input_gate):
     """An in-place op changes the exponents. No other op uses its result."""
     log_weights = log_weights.clone()
@@ -174,6 +182,7 @@ def by_name(query, key, value, input_gate, forget_gate, weight):
 
 
 PLAIN = {"repeated": repeated, "broadcast": broadcast, "compared": compared, "transposed": transposed, "by_name": by_name}
+PLAIN["of_layers"] = of_layers
 NEAR_MISSES = {
     "normaliser_of_one": _with(normaliser=lambda c, m: torch.clamp(c.sum(-1, keepdim=True).abs(), min=1.0)),
     "normaliser_signed": _with(normaliser=lambda c, m: torch.maximum(c.sum(-1, keepdim=True), torch.exp(-m)) + EPS),

@@ -1,4 +1,7 @@
-"""Models of transformers with a scan: Mamba in training, whose plain path is ``associative_scan`` under torch.compile."""
+"""Models of transformers with a scan in training.
+
+Mamba's plain path is ``associative_scan`` under torch.compile, and RecurrentGemma's is a loop over time.
+"""
 
 import copy
 import importlib
@@ -10,6 +13,7 @@ from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.scan.test_compiled import pointwise_scan
 from tests.support.eager_graphs import eager_graphs
+from tests.support.interpreter import triton_on_cpu
 
 hf = pytest.importorskip("transformers", reason="pip install -e '.[models]'")
 LENGTH = 16
@@ -47,3 +51,17 @@ def test_gradients(kind, monkeypatch):
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert (x is None) == (got[name] is None) and (x is None or relative_error(got[name], x) < 1e-5), name
+
+
+@pytest.mark.breadth(0)
+def test_recurrent_gemma():
+    sizes = {"hidden_size": 16, "lru_width": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+    model = hf.RecurrentGemmaModel(hf.RecurrentGemmaConfig(**sizes, num_hidden_layers=3, vocab_size=50)).train()
+    ids = torch.randint(0, 50, (2, LENGTH))
+    want = step(copy.deepcopy(model).double(), ids)
+    # The graphs run eagerly. But on a CPU without Triton the loop would stay.
+    with triton_on_cpu(), eager_graphs(), collect() as report:
+        got = step(torch.compile(model, backend="gradfuse"), ids)
+    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == ["scan"] * 2
+    for name, x in want.items():
+        assert relative_error(got[name if name == "hidden" else f"_orig_mod.{name}"], x) < 1e-5, name

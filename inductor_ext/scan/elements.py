@@ -1,0 +1,238 @@
+"""Reads a tensor of Dynamo's graph as the element of a sequence at one time: ``x[:, t]``, ``exp(x[:, t]) * w``, ...
+
+A Python loop over time is unrolled in the graph, so that each time has nodes of its own. Two nodes are elements of one
+sequence if they are the same expression of slices at their times and of tensors that are the same for all times. The whole
+sequence [T, ...] is then that expression of the sliced tensors themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..core.dynamo_graph import Inserter
+from ..core.fx import full_index, indices_of, shape_of, value_of
+from ..core.purity import changes_in_place
+from ..core.terms import calls_torch, is_tensor, op
+from ..core.writes import VIEWS
+
+#: Ops that are computed element by element, of tensors and numbers.
+POINTWISE = {"mul", "add", "sub", "div", "neg", "exp", "log", "sqrt", "square", "abs", "sigmoid", "tanh", "relu", "silu"}
+CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of the sequence with a number, at a time; or a tensor that is the same at all times (time is None)."""
+
+    sequence: int
+    time: int | None
+
+
+@dataclass(frozen=True)
+class _Sliced:
+    """The slices of a tensor along a dim."""
+
+    base: Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A tensor that is the same at all times."""
+
+    base: Node
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What an op computes of elements.
+
+    target: a function, or the name of a method. operands: the numbers of the sequences of the elements among its arguments,
+    and their ranks. The nodes among the arguments may be erased by now.
+    """
+
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: dict[Node, tuple[int, int]]
+
+
+@dataclass
+class _States:
+    """The states of a loop. whole: the scan that replaces it, once there is one."""
+
+    whole: Node | None = None
+
+
+class Elements:
+    """Finds the sequences of a graph, and gives each a number."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Element] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._kinds: list[_Sliced | _Same | _Computed | _States] = []
+        self._replaced: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Element:
+        """Read a tensor as an element."""
+        if node not in self._known:
+            self._known[node] = self._slice(node) or self._computed(node) or self._same(node)
+        return self._known[node]
+
+    def states(self, times: dict[Node, int]) -> int:
+        """Make a sequence of the states of a loop, by their times, and return its number."""
+        number = len(self._kinds)
+        self._kinds.append(_States())
+        self._known.update({node: Element(number, time) for node, time in times.items()})
+        return number
+
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Read these nodes anew, because they depend on states."""
+        for node in nodes:
+            self._known.pop(node, None)
+
+    def scanned(self, states: int, whole: Node) -> None:
+        """Say which tensor [T, ...] has all states of a loop."""
+        self._kinds[states].whole = whole
+
+    def replaced(self, old: Node, new: Node) -> None:
+        """Say that a tensor has taken the place of another one."""
+        self._replaced[old] = new
+
+    def depends(self, sequence: int, on: int) -> bool:
+        """Whether the elements of a sequence are computed from those of another one."""
+        kind = self._kinds[sequence]
+        return sequence == on or (
+            isinstance(kind, _Computed) and any(self.depends(n, on) for n, _ in kind.operands.values())
+        )
+
+    def bases(self, sequence: int) -> set[Node]:
+        """The tensors from which the elements of a sequence are computed, but for the states of a loop."""
+        kind = self._kinds[sequence]
+        if isinstance(kind, _Computed):
+            return set().union(*(self.bases(n) for n, _ in kind.operands.values()))
+        return {self._now(kind.base)} if isinstance(kind, _Sliced | _Same) else set()
+
+    def whole(self, sequence: int, times: range, insert: Inserter) -> Node:
+        """Insert the elements of a sequence at ``times`` as one tensor [T, ...]; of what has no time, the tensor itself."""
+        kind = self._kinds[sequence]
+        if isinstance(kind, _States):
+            return kind.whole
+        if isinstance(kind, _Same):
+            return self._now(kind.base)
+        if isinstance(kind, _Sliced):
+            base = self._now(kind.base)
+            moved = insert.method("movedim", base, kind.dim, 0) if kind.dim else base
+            partial = len(times) != shape_of(moved)[0]
+            return insert.method("narrow", moved, 0, times.start, len(times)) if partial else moved
+        rank = max(rank for _, rank in kind.operands.values())
+        wholes = {x: self.aligned(n, own, rank, times, insert) for x, (n, own) in kind.operands.items()}
+        args, kwargs = map_arg((kind.args, kind.kwargs), wholes.__getitem__)
+        call = insert.method if isinstance(kind.target, str) else insert.function
+        return call(kind.target, *args, **kwargs)
+
+    def aligned(self, sequence: int, own_rank: int, rank: int, times: range, insert: Inserter) -> Node:
+        """The whole of a sequence, with dims behind the first that broadcast as those of its elements do."""
+        whole = self.whole(sequence, times, insert)
+        if not isinstance(self._kinds[sequence], _Same):
+            for _ in range(rank - own_rank):
+                whole = insert.method("unsqueeze", whole, 1)
+        return whole
+
+    def _now(self, node: Node) -> Node:
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def _new(self, key: Hashable, kind: Any, time: int | None) -> Element:
+        if key not in self._numbers:
+            self._numbers[key] = len(self._kinds)
+            self._kinds.append(kind)
+        return Element(self._numbers[key], time)
+
+    def _same(self, node: Node) -> Element:
+        """A tensor without a time. Each time may compute it anew, of tensors without a time."""
+        computed = op(node) in POINTWISE | CASTS | VIEWS and calls_torch(node) and not changes_in_place(node)
+        operands = node.all_input_nodes
+        if not computed or not operands or not all(is_tensor(x) and self.of(x).time is None for x in operands):
+            return self._new(node, _Same(node), None)
+        arguments = map_arg((node.args, node.kwargs), lambda x: ("element", self.of(x).sequence))
+        return self._new((node.op, node.target, str(arguments)), _Same(node), None)
+
+    def _slice(self, node: Node) -> Element | None:
+        found = _slice_of(node)
+        if found is None:
+            return None
+        base, dim, time = found
+        return self._new(_Sliced(base, dim), _Sliced(base, dim), time)
+
+    def _computed(self, node: Node) -> Element | None:
+        """An expression of elements, at least one of which has a time, and none of which has another."""
+        if not is_pointwise(node):
+            return None
+        elements = {x: self.of(x) for x in node.all_input_nodes}
+        times = {e.time for e in elements.values() if e.time is not None}
+        if len(times) != 1:
+            return None
+        arguments = map_arg((node.args, node.kwargs), lambda x: ("element", elements[x].sequence))
+        operands = {x: (e.sequence, len(shape_of(x))) for x, e in elements.items()}
+        computed = _Computed(node.target, node.args, node.kwargs, operands)
+        return self._new((node.op, node.target, str(arguments)), computed, times.pop())
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether an op is computed element by element, on one device, and of tensors and numbers."""
+    if op(node) not in POINTWISE | CASTS or not is_tensor(node) or not calls_torch(node) or changes_in_place(node):
+        return False
+    operands = node.all_input_nodes
+    here = all(is_tensor(x) and value_of(x).device == value_of(node).device for x in operands)
+    return bool(operands) and here and (len(operands) == 1 or op(node) in POINTWISE)
+
+
+def _slice_of(node: Node) -> tuple[Node, int, int] | None:
+    """Return (x, dim, t) if a node is ``x`` at index t along a dim, with all other dims whole."""
+    if op(node) == "select" and calls_torch(node) and len(node.args) == 3 and is_tensor(node.args[0]):
+        return _at(*node.args)
+    if node.target is not operator.getitem or not is_tensor(node.args[0]):
+        return None
+    return _place(node)
+
+
+def assigned(node: Node) -> tuple[Node, int, int, Node] | None:
+    """Return (x, dim, t, value) if a node is the assignment ``x[:, t] = value`` of a tensor of the slice's shape."""
+    if node.target is not operator.setitem or not all(map(is_tensor, (node.args[0], node.args[2]))):
+        return None
+    found = _place(node)
+    if found is None:
+        return None
+    base, dim, time = found
+    shape, value = shape_of(base), node.args[2]
+    return (base, dim, time, value) if tuple(shape_of(value)) == (*shape[:dim], *shape[dim + 1 :]) else None
+
+
+def _place(node: Node) -> tuple[Node, int, int] | None:
+    """Return (x, dim, t) if the brackets of ``x[...]`` hold one number, and for all other dims a colon."""
+    base = node.args[0]
+    entries = full_index(indices_of(node), len(shape_of(base)))
+    numbers = [d for d, e in enumerate(entries) if isinstance(e, int) and not isinstance(e, bool)]
+    others = [e for e in entries if not isinstance(e, int)]
+    if len(numbers) != 1 or len(entries) != len(shape_of(base)) or any(_is_part(e) for e in others):
+        return None
+    return _at(base, numbers[0], entries[numbers[0]])
+
+
+def _is_part(entry: Any) -> bool:
+    return not isinstance(entry, slice) or entry != slice(None)
+
+
+def _at(base: Node, dim: Any, time: Any) -> tuple[Node, int, int] | None:
+    sizes = shape_of(base)
+    if not isinstance(dim, int) or not isinstance(time, int) or not isinstance(sizes[dim], int):
+        return None
+    return base, dim % len(sizes), time % sizes[dim]
