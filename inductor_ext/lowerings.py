@@ -14,7 +14,7 @@ import torch
 from .attention import backward, forward
 from .core import depend  # noqa: F401  (registers gradfuse::depend)
 from .core.kernel_op import KernelOp
-from .gathers import bin_sums, entry_sums, gather_sum, place_rows, segment_sum
+from .gathers import entry_sums, gather_sum, place_rows, segment_sum
 from .mlstm import lowering as mlstm
 from .options import Options
 from .scan import lower_associative, lower_backward, lower_forward, lower_linear
@@ -64,7 +64,6 @@ KERNELS: tuple[KernelOp, ...] = (
     lower_backward.KERNEL,
     gather_sum.KERNEL,
     segment_sum.KERNEL,
-    bin_sums.KERNEL,
     entry_sums.KERNEL,
     place_rows.KERNEL,
 )

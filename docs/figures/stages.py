@@ -55,7 +55,6 @@ STAGES = (
                 "scan_backward",
                 "gather_sum",
                 "segment_sum",
-                "bin_sums",
                 "entry_sums",
                 "place_rows",
             ),

@@ -64,7 +64,7 @@ from .tables import Tables
 NAME = "hoisting"
 
 #: The passes without which the gradient of a lookup in rows would be atomics outside of the kernel.
-_LOOKUP_GRADIENTS = ("scatters", "bin_sums")
+_LOOKUP_GRADIENTS = ("scatters", "entry_sums")
 #: Ops that cost a kernel more than a read of a table.
 _EXPENSIVE = names("exp exp2 log log2 log1p pow sin cos tanh sigmoid erf sqrt rsqrt atan2 softplus gelu silu")
 #: Ops whose results may be infinite although their operands are finite.

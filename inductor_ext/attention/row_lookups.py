@@ -1,7 +1,7 @@
 """Lookups in the rows of a learned tensor: ``x[b, h, q, f(q, k)]`` or ``x[b, h, k, f(q, k)]``, as in DeBERTa.
 
 In a kernel such a lookup is a load for every score, and its gradient an atomic addition. Outside, it is a ``torch.gather``
-by an index that is the same for all batch elements and heads, whose gradient needs no atomics (gathers/bin_sums.py). The
+by an index that is the same for all batch elements and heads, whose gradient needs no atomics (gathers/entry_sums.py). The
 table that results has a number for each score, so this pays as long as that fits into memory easily. Where f is a sum of
 positions, as in a relative shift, each element has one reader, and nothing is added (shifts.py).
 """

@@ -1,7 +1,7 @@
 """The gradient of a lookup in a matrix with few elements: ``table[bucket(d), h]`` for all distances d and heads h, as in T5.
 
 Each element gets the values of hundreds of distances. Atomic additions to one element, and to its neighbours in memory, wait
-for each other, so the values are added in parts, by products with one-hot matrices (bin_sums.py).
+for each other, so the values are added by products with one-hot matrices (entry_sums.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from ..core.fx import same_sizes, shape_of, value_of
 from ..core.joint_graph import Builder
 from ..core.kernels import SUPPORTED_DTYPES
 from ..core.target import Target
+from .entry_sums import MOST_ENTRIES
 from .permutations import is_iota, same_values
+from .rows import in_bounds
 from .scatter_adds import ScatterAdd
 
 aten = torch.ops.aten
 
-#: The fewest values in all, the fewest for each element, and the number of values of a part.
-MANY, CROWD, PART = 2**16, 16, 256
+#: The fewest values in all, the fewest for each element, and the most pairs of a value and an element, which take 50 us.
+MANY, CROWD, MOST_PAIRS = 2**16, 16, 2**27
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def _match(found: ScatterAdd) -> _Lookup | None:
     return None
 
 
-def add_in_parts(build: Builder, found: ScatterAdd) -> Node | None:
+def add_by_entry(build: Builder, found: ScatterAdd) -> Node | None:
     """Return the sum of the values in fp32, without the base, or None if something else is better."""
     lookup, value = _match(found), value_of(found.values)
     if lookup is None or value.dtype not in SUPPORTED_DTYPES or not Target.of(value.device).triton:
@@ -53,16 +55,12 @@ def add_in_parts(build: Builder, found: ScatterAdd) -> Node | None:
     if not all(isinstance(n, int) for n in sizes):
         return None
     heads, count, bins = sizes
-    if heads * count < MANY or count < CROWD * bins:
+    if heads * count < MANY or count < CROWD * bins or count * bins > MOST_PAIRS or bins > MOST_ENTRIES:
         return None
-    parts = -(-count // PART)
-    missing = [0, parts * PART - count]
-    index = build.call(aten.view.default, lookup.index, [count])
+    index = build.call(aten.view.default, lookup.index, [1, count])
     wrapped = build.call(aten.add.Tensor, index, bins)
     index = build.call(aten.where.self, build.call(aten.lt.Scalar, index, 0), wrapped, index)
-    index = build.call(aten.view.default, build.call(aten.constant_pad_nd.default, index, missing, 0), [parts, PART])
-    values = build.call(aten.constant_pad_nd.default, found.values, missing, 0.0)
-    values = build.call(aten.view.default, values, [heads, parts, PART])
-    sums = build.call(torch.ops.gradfuse.bin_sums.default, values, index, bins)
-    total = build.call(aten.sum.dim_IntList, sums, [1])
+    index = in_bounds(build, index, bins)
+    values = build.call(aten.unsqueeze.default, found.values, 0)
+    total = build.call(torch.ops.gradfuse.entry_sums.default, values, index, bins, 3, False)
     return total if lookup.by else build.call(aten.permute.default, total, [1, 0])

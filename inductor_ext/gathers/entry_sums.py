@@ -12,6 +12,7 @@ from ..core.kernels import SUPPORTED_DTYPES, next_power_of_two
 from ..core.templates import load, run
 from ..torch_api.ir import contiguous_strides, fixed_layout, realize, require_contiguous
 from ..torch_api.lowering import lowerings
+from ..torch_api.sizes import hint
 from ..torch_api.template import SymbolicGridFn, Template
 from .row_sums import entry_sums as op
 
@@ -34,23 +35,26 @@ def grid(parts: Any, heads: Any, entries: Any, meta: dict[str, Any], *, cdiv: Ca
 _template = Template("gradfuse_entry_sums", grid, load("gathers/entry_sums"))
 
 
-def unsupported(values: Any, index: Any, entries: Any, parts: Any) -> str | None:
+def unsupported(values: Any, index: Any, entries: Any, parts: Any, each: bool) -> str | None:
     """Return why the kernel cannot take the operands, or None."""
     if values.get_dtype() not in SUPPORTED_DTYPES:
         return f"there is no kernel for {values.get_dtype()}"
-    if entries > MOST_ENTRIES:
+    if isinstance(entries, int) and entries > MOST_ENTRIES:
         return f"there are {entries} entries; the kernel takes at most {MOST_ENTRIES}"
     return needs_triton(values)
 
 
-def lower(values: Any, index: Any, entries: int, parts: int) -> Any:
+def lower(values: Any, index: Any, entries: Any, parts: int, each: bool) -> Any:
     """Lower the op. The operands and the result are those of ``gathers.row_sums.entry_sums``."""
     dtype, (batch, heads, count) = values.get_dtype(), values.get_size()
     values, index = realize([values, require_contiguous(index)])
-    parts = parts if dtype is torch.float32 else 1
-    tile = _tile(entries, int(heads))
-    span = _span(batch * -(-entries // tile["BLOCK_E"]) * -(-heads // tile["BLOCK_H"]), count, tile["BLOCK_N"])
-    size = [batch * -(-count // span), heads, entries]
+    tile = _tile(hint(entries), hint(heads))
+    span = (
+        None
+        if each
+        else _span(batch * -(-entries // tile["BLOCK_E"]) * -(-heads // tile["BLOCK_H"]), count, tile["BLOCK_N"])
+    )
+    size = [batch if each else batch * -(-count // span), heads, entries]
     sums = run(
         _template,
         [{}],
@@ -59,13 +63,13 @@ def lower(values: Any, index: Any, entries: int, parts: int) -> Any:
         fixed_layout(values.get_device(), torch.float32, size, contiguous_strides(size)),
         size,
         SPAN=span,
-        PARTS=parts,
+        PARTS=parts if dtype is torch.float32 else 1,
         PART_DTYPE="tl.float16" if dtype is torch.float16 else "tl.bfloat16",
         LARGEST=torch.finfo(torch.bfloat16).max,
         **tile,
         num_stages=3,
     )
-    return lowerings[aten.sum](sums, axis=[0])
+    return sums if each else lowerings[aten.sum](sums, axis=[0])
 
 
 def _tile(entries: int, heads: int) -> dict[str, int]:
@@ -87,7 +91,7 @@ def _span(programs: int, count: int, block: int) -> int:
 
 KERNEL = KernelOp(
     "entry_sums",
-    "gradients of lookups in few entries: the values of each added by matmuls",
+    "gradients of lookups in few entries, or within rows: the values of each entry added by matmuls",
     op,
     lower,
     unsupported,

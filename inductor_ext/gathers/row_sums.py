@@ -50,44 +50,29 @@ def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype
     return values.new_empty((rows, values.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("gradfuse::bin_sums", mutates_args=())
-def bin_sums(values: Tensor, index: Tensor, bins: int) -> Tensor:
-    """Add the values of each row by bins that are the same in all slices: the gradient of a lookup in rows.
-
-    values is [L, R, N], index [R, N] (integers from 0 to bins - 1). The result is [L, R, bins], in the dtype in which the
-    sums are accumulated: ``out[l, r, j]`` is the sum of ``values[l, r, n]`` over all n with ``index[r, n] == j``.
-    """
-    slices, rows, _ = values.shape
-    total = torch.zeros((rows, bins, slices), dtype=working_dtype(values.dtype), device=values.device)
-    row = torch.arange(rows, device=values.device)[:, None]
-    total.index_put_((row, index.long()), values.permute(1, 2, 0).to(total.dtype), accumulate=True)
-    return total.permute(2, 0, 1).contiguous()
-
-
-@bin_sums.register_fake
-def _(values: Tensor, index: Tensor, bins: int) -> Tensor:
-    return values.new_empty((*values.shape[:2], bins), dtype=working_dtype(values.dtype))
-
-
 @torch.library.custom_op("gradfuse::entry_sums", mutates_args=())
-def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
+def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int, each: bool = False) -> Tensor:
     """Add values by entry, by an index that is the same for all heads: the gradient of ``table[index[b, n], h]``.
 
     values is [B, H, N], index [B, N] or [1, N] (integers from 0 to entries - 1, or -1 for a value that is left out). The
     result is [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]``
-    over all b and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value
-    of fp32.
+    over all b and n with ``index[b, n] == e``. each: the sums of each b by itself, [B, H, entries], the gradient of
+    ``table[b, h, index[b, n]]``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
     """
+    batch, heads, count = values.shape
     # Row 0 is for what is left out. A number below -1 must not count as one from the end.
-    chosen = torch.where(index < -1, entries + 1, index + 1).long().expand(values.shape[0], -1)
-    total = torch.zeros((entries + 1, values.shape[1]), dtype=working_dtype(values.dtype), device=values.device)
-    total.index_put_((chosen,), values.transpose(1, 2).to(total.dtype), accumulate=True)
-    return total[1:].T.contiguous()
+    chosen = torch.where(index < -1, entries + 1, index + 1).long().expand(batch, count)
+    total = torch.zeros((batch if each else 1, entries + 1, heads), dtype=working_dtype(values.dtype), device=values.device)
+    own = torch.arange(total.shape[0], device=values.device)[:, None]
+    total.index_put_((own, chosen), values.transpose(1, 2).to(total.dtype), accumulate=True)
+    total = total[:, 1:].transpose(1, 2)
+    return (total if each else total[0]).contiguous()
 
 
 @entry_sums.register_fake
-def _(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
-    return values.new_empty((values.shape[1], entries), dtype=working_dtype(values.dtype))
+def _(values: Tensor, index: Tensor, entries: int, parts: int, each: bool = False) -> Tensor:
+    shape = (*values.shape[: 2 if each else 0], *(() if each else values.shape[1:2]), entries)
+    return values.new_empty(shape, dtype=working_dtype(values.dtype))
 
 
 @torch.library.custom_op("gradfuse::place_rows", mutates_args=())

@@ -71,6 +71,15 @@ def flat(build: Builder, node: Node) -> Node:
     return view(build, node, [build.product(build.sizes(node, range(value_of(node).dim())))])
 
 
+def in_bounds(build: Builder, index: Node, size: Any) -> Node:
+    """Return an index as int32, in which -2 stands for what is not from 0 to ``size - 1``, so that kernels raise an error."""
+    bad = build.full([], -2, torch.int32, value_of(index).device)
+    below, above = build.call(aten.lt.Scalar, index, 0), build.call(aten.ge.Scalar, index, size)
+    return build.call(
+        aten.where.self, build.call(aten.bitwise_or.Tensor, below, above), bad, build.convert(index, torch.int32)
+    )
+
+
 def view(build: Builder, node: Node, sizes: Sequence[Any]) -> Node:
     """Return a view, of a copy if it needs one."""
     if not value_of(node).is_contiguous():

@@ -4,11 +4,11 @@ The gradient of a gather is a scatter-add, and stock accumulates it in the dtype
 how an index was computed (in the backward graph it is a placeholder), so this pass runs before AOTAutograd partitions it.
 
     scatter into rows 0 .. S-1                     becomes
-    bins within rows, the same in many slices      bin_sums: the values of each bin added by a product with a one-hot matrix
-    few elements of a matrix, many values each     the same in parts (crowded.py)
+    bins within rows, the same in many slices      entry_sums: the values of a bin added by products with one-hot matrices
+    few elements of a matrix, many values each     the same (crowded.py)
     by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
-    few rows, many values each, on a GPU           entry_sums: the values added by products with one-hot matrices
+    few rows, many values each, on a GPU           the same
     by anything else, on a GPU, if it is faster    segment_sum: the index sorted, the values of each row added in order
     by anything else                               the same scatter in fp32
     a sum of such scatters                         one sum in fp32, rounded once
@@ -33,11 +33,12 @@ from ..core.kernels import FEWEST_SLICES, SUPPORTED_DTYPES
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
-from ..torch_api.sizes import size_hint
-from .crowded import add_in_parts
+from ..torch_api.sizes import guarded_true, size_hint
+from .crowded import add_by_entry
+from .entry_sums import MOST_ENTRIES
 from .inverses import inverse
 from .permutations import names_once, repeated
-from .rows import by_row, expanded, flat, from_rows, index_shape, values_shape, view
+from .rows import by_row, expanded, flat, from_rows, in_bounds, index_shape, values_shape, view
 from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
 
 NAME = "scatters"
@@ -48,7 +49,7 @@ gradfuse = torch.ops.gradfuse
 #: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
 
-#: The largest product of a row's values and bins for ``bin_sums``, which looks for the values of every 128 bins.
+#: The largest product of a row's values and bins, because ``entry_sums`` compares each value with every bin.
 _MOST_PAIRS = 2**21
 
 #: ``entry_sums`` adds to at most so many rows, because it compares each index with every row. It is for at least so many
@@ -96,7 +97,7 @@ class _Rewriter:
             if found.factor != 1:
                 values = self.build.call(aten.mul.Tensor, self.build.wide(found.values), found.factor)
                 found = replace(found, values=values, factor=1)
-            forms = (self._gathered, self._stored, self._in_parts, self._by_entry, self._segmented, self._widened)
+            forms = (self._gathered, self._stored, self._crowded, self._by_entry, self._segmented, self._widened)
             result = next(filter(None, (form(found) for form in forms)), None)
             if result is not None:
                 self._replace(found.node, *result)
@@ -109,18 +110,22 @@ class _Rewriter:
             return False
         *slices, rows, count, bins = sizes
         suits = math.prod(slices) >= FEWEST_SLICES and rows > 1 and count * bins <= _MOST_PAIRS
+        suits = suits and guarded_true(value.shape[-1] <= MOST_ENTRIES)
         return suits and max(math.prod(sizes[:-1]), rows * bins) <= _MOST and Target.of(value.device).triton
 
     def bins(self, found: Binned) -> None:
-        """Replace a scatter-add into bins of rows by ``bin_sums``."""
+        """Replace a scatter-add into bins of rows by ``entry_sums``."""
         with self.build.before(found.node):
             dims = range(value_of(found.values).dim())
             *slices, rows, count = self.build.sizes(found.values, dims)
             bins = self.build.size(found.base, dims[-1])
-            index = view(self.build, found.index, [rows, count])
+            call = self.build.call
+            index = in_bounds(self.build, view(self.build, found.index, [rows, count]), bins)
             values = view(self.build, found.values, [self.build.product(slices), rows, count])
-            total = self.build.call(gradfuse.bin_sums.default, values, index, bins)
-            total = self._onto(found.base, view(self.build, total, [*slices, rows, bins]))
+            values = call(aten.permute.default, values, [1, 0, 2])
+            total = call(gradfuse.entry_sums.default, values, index, bins, 3, True)
+            total = view(self.build, call(aten.permute.default, total, [1, 0, 2]), [*slices, rows, bins])
+            total = self._onto(found.base, total)
             self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 
     def by_elements(self, node: Node) -> ScatterAdd | None:
@@ -182,9 +187,9 @@ class _Rewriter:
         stored = self.build.call(aten.index_put.default, zeros, list(found.indices), found.values, False)
         return self._onto(found.base, self.build.wide(stored)), "store", "the indices have no duplicates"
 
-    def _in_parts(self, found: ScatterAdd) -> _Found | None:
-        """On a GPU, if few elements of a matrix get many values each: add these by ``bin_sums``."""
-        total = add_in_parts(self.build, found)
+    def _crowded(self, found: ScatterAdd) -> _Found | None:
+        """On a GPU, if few elements of a matrix get many values each: add these by ``entry_sums``."""
+        total = add_by_entry(self.build, found)
         return None if total is None else (self._onto(found.base, total), "bins", "few elements get many values each")
 
     def _by_entry(self, found: ScatterAdd) -> _Found | None:
@@ -200,7 +205,7 @@ class _Rewriter:
         values = view(self.build, values, [self.build.size(values, 0), self.build.product(kept)])
         values = call(aten.unsqueeze.default, call(aten.permute.default, values, [1, 0]), 0)
         index = call(aten.unsqueeze.default, keys, 0)
-        total = call(gradfuse.entry_sums.default, values, index, math.prod(shape), 3)
+        total = call(gradfuse.entry_sums.default, values, index, math.prod(shape), 3, False)
         total = view(self.build, call(aten.permute.default, total, [1, 0]), [*shape, *kept])
         return self._onto(found.base, from_rows(self.build, found, total)), "entries", "few rows get many values each"
 

@@ -132,7 +132,7 @@ def test_sizes(module, name, number, monkeypatch):
     assert not hoisted(decisions)
 
 
-@pytest.mark.parametrize("name", ["scatters", "bin_sums"])
+@pytest.mark.parametrize("name", ["scatters", "entry_sums"])
 def test_without_the_passes_for_the_gradient(name):
     mod, _ = MODS["both"]
     *_, decisions, _, _ = run(mod, 32, torch.float32, "cpu", options={"disable": [name]})

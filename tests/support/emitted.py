@@ -40,18 +40,6 @@ def segment_kernels(width=2048):
     return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
 
 
-def bin_sums_kernel():
-    """The kernel of bin_sums for fp32 values."""
-    from inductor_ext.gathers.row_sums import bin_sums
-
-    index = torch.randint(0, 50, (5, 80))
-    run = torch.compile(lambda v: bin_sums(v, index, 50), backend="gradfuse")
-    torch._dynamo.reset()
-    with triton_on_cpu():
-        _, (code,) = run_and_get_code(run, torch.randn(20, 5, 80))
-    return next(k for k in kernels_of(code) if "BLOCK_J" in k)
-
-
 def entry_sums_kernel(heads=32, entries=512, parts=2):
     """The kernel of entry_sums."""
     from inductor_ext.gathers.row_sums import entry_sums
