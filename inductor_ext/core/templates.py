@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..torch_api.template import Template, autotune
+from .fx import HALF
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = _PACKAGE / "templates"
@@ -63,6 +66,9 @@ def run(
     layout: that of the output. call_sizes: the sizes that the grid function takes. subgraphs: the subgraphs that the
     template inlines; they compute on tiles of the template only.
     """
+    if layout.dtype not in (torch.float32, *HALF):
+        # What follows in the kernel computes with the output in this dtype. Inductor's default is fp32.
+        template_options = {"ACC_TYPE": str(layout.dtype).replace("torch", "tl"), **template_options}
     choices: list[Any] = []
     for config in configs:
         template.maybe_append_choice(

@@ -72,7 +72,7 @@ def flat(build: Builder, node: Node) -> Node:
 
 
 def in_bounds(build: Builder, index: Node, size: Any) -> Node:
-    """Return an index as int32, in which -2 stands for what is not from 0 to ``size - 1``, so that kernels raise an error."""
+    """Return an index as int32, with -2 for what is not from 0 to ``size - 1``, at which kernels raise an error."""
     bad = build.full([], -2, torch.int32, value_of(index).device)
     below, above = build.call(aten.lt.Scalar, index, 0), build.call(aten.ge.Scalar, index, size)
     return build.call(

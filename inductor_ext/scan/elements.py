@@ -2,7 +2,8 @@
 
 A Python loop over time is unrolled in the graph, so that each time has nodes of its own. Two nodes are elements of one
 sequence if they are the same expression of slices at their times and of tensors that are the same for all times. The whole
-sequence [T, ...] is then that expression of the sliced tensors themselves.
+sequence [T, ...] is then that expression of the sliced tensors themselves. It is computed elsewhere in the graph, so nothing
+is an element whose memory is written later, or that is computed under ``no_grad``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from ..core.dynamo_graph import Inserter
 from ..core.fx import full_index, indices_of, shape_of, value_of
 from ..core.purity import changes_in_place
 from ..core.terms import calls_torch, is_tensor, op
-from ..core.writes import VIEWS
+from ..core.writes import VIEWS, Writes
 
 #: Ops that are computed element by element, of tensors and numbers.
 POINTWISE = {"mul", "add", "sub", "div", "neg", "exp", "log", "sqrt", "square", "abs", "sigmoid", "tanh", "relu", "silu"}
 CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
+#: How deep an expression of elements may be.
+DEEPEST = 30
 
 
 @dataclass(frozen=True)
@@ -35,26 +38,10 @@ class Element:
 
 
 @dataclass(frozen=True)
-class _Sliced:
-    """The slices of a tensor along a dim."""
+class _Call:
+    """An op of elements. target: a function, or the name of a method. operands: the sequences of its elements, and ranks.
 
-    base: Node
-    dim: int
-
-
-@dataclass(frozen=True)
-class _Same:
-    """A tensor that is the same at all times."""
-
-    base: Node
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """What an op computes of elements.
-
-    target: a function, or the name of a method. operands: the numbers of the sequences of the elements among its arguments,
-    and their ranks. The nodes among the arguments may be erased by now.
+    The nodes among the arguments may be erased by now.
     """
 
     target: Callable[..., Any] | str
@@ -63,20 +50,30 @@ class _Computed:
     operands: dict[Node, tuple[int, int]]
 
 
-@dataclass
-class _States:
-    """The states of a loop. whole: the scan that replaces it, once there is one."""
+@dataclass(frozen=True)
+class _Sequence:
+    """Where a sequence comes from: the slices of ``base`` along ``dim``; ``base`` itself, at all times; a call; or a loop.
 
-    whole: Node | None = None
+    bases, states: the tensors, and the sequences of a loop's states, from which it is computed.
+    """
+
+    bases: frozenset[Node]
+    states: frozenset[int] = frozenset()
+    base: Node | None = None
+    dim: int | None = None
+    call: _Call | None = None
+    depth: int = 0
 
 
 class Elements:
-    """Finds the sequences of a graph, and gives each a number."""
+    """Finds the sequences of a graph, and gives each a number. scans: the tensor of all states of a loop, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, writes: Writes) -> None:
+        self.writes = writes
+        self.scans: dict[int, Node] = {}
         self._known: dict[Node, Element] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._kinds: list[_Sliced | _Same | _Computed | _States] = []
+        self._sequences: list[_Sequence] = []
         self._replaced: dict[Node, Node] = {}
 
     def of(self, node: Node) -> Element:
@@ -87,103 +84,118 @@ class Elements:
 
     def states(self, times: dict[Node, int]) -> int:
         """Make a sequence of the states of a loop, by their times, and return its number."""
-        number = len(self._kinds)
-        self._kinds.append(_States())
+        number = len(self._sequences)
+        self._sequences.append(_Sequence(frozenset(), frozenset([number])))
         self._known.update({node: Element(number, time) for node, time in times.items()})
         return number
 
     def forget(self, nodes: Iterable[Node]) -> None:
-        """Read these nodes anew, because they depend on states."""
+        """Read these nodes anew."""
         for node in nodes:
             self._known.pop(node, None)
-
-    def scanned(self, states: int, whole: Node) -> None:
-        """Say which tensor [T, ...] has all states of a loop."""
-        self._kinds[states].whole = whole
 
     def replaced(self, old: Node, new: Node) -> None:
         """Say that a tensor has taken the place of another one."""
         self._replaced[old] = new
 
-    def depends(self, sequence: int, on: int) -> bool:
-        """Whether the elements of a sequence are computed from those of another one."""
-        kind = self._kinds[sequence]
-        return sequence == on or (
-            isinstance(kind, _Computed) and any(self.depends(n, on) for n, _ in kind.operands.values())
-        )
-
     def bases(self, sequence: int) -> set[Node]:
         """The tensors from which the elements of a sequence are computed, but for the states of a loop."""
-        kind = self._kinds[sequence]
-        if isinstance(kind, _Computed):
-            return set().union(*(self.bases(n) for n, _ in kind.operands.values()))
-        return {self._now(kind.base)} if isinstance(kind, _Sliced | _Same) else set()
+        return set(self._sequences[sequence].bases)
 
-    def whole(self, sequence: int, times: range, insert: Inserter) -> Node:
-        """Insert the elements of a sequence at ``times`` as one tensor [T, ...]; of what has no time, the tensor itself."""
-        kind = self._kinds[sequence]
-        if isinstance(kind, _States):
-            return kind.whole
-        if isinstance(kind, _Same):
-            return self._now(kind.base)
-        if isinstance(kind, _Sliced):
-            base = self._now(kind.base)
-            moved = insert.method("movedim", base, kind.dim, 0) if kind.dim else base
-            partial = len(times) != shape_of(moved)[0]
-            return insert.method("narrow", moved, 0, times.start, len(times)) if partial else moved
-        rank = max(rank for _, rank in kind.operands.values())
-        wholes = {x: self.aligned(n, own, rank, times, insert) for x, (n, own) in kind.operands.items()}
-        args, kwargs = map_arg((kind.args, kind.kwargs), wholes.__getitem__)
-        call = insert.method if isinstance(kind.target, str) else insert.function
-        return call(kind.target, *args, **kwargs)
+    def states_in(self, sequence: int) -> frozenset[int]:
+        """The sequences of states from which the elements of a sequence are computed."""
+        return self._sequences[sequence].states
 
-    def aligned(self, sequence: int, own_rank: int, rank: int, times: range, insert: Inserter) -> Node:
-        """The whole of a sequence, with dims behind the first that broadcast as those of its elements do."""
-        whole = self.whole(sequence, times, insert)
-        if not isinstance(self._kinds[sequence], _Same):
-            for _ in range(rank - own_rank):
-                whole = insert.method("unsqueeze", whole, 1)
-        return whole
-
-    def _now(self, node: Node) -> Node:
+    def now(self, node: Node) -> Node:
+        """Return the node that has taken the place of a node, or the node itself."""
         while node in self._replaced:
             node = self._replaced[node]
         return node
 
-    def _new(self, key: Hashable, kind: Any, time: int | None) -> Element:
+    def whole(self, sequence: int, times: range, insert: Inserter, made: dict[int, Node] | None = None) -> Node:
+        """Insert the elements of a sequence at ``times`` as one tensor [T, ...]; of what has no time, the tensor itself.
+
+        made: what has been inserted already.
+        """
+        made = {} if made is None else made
+        if sequence not in made:
+            made[sequence] = self._whole(sequence, times, insert, made)
+        return made[sequence]
+
+    def aligned(
+        self, sequence: int, own_rank: int, rank: int, times: range, insert: Inserter, made: dict[int, Node] | None = None
+    ) -> Node:
+        """The whole of a sequence, with dims behind the first that broadcast as those of its elements do."""
+        whole, known = self.whole(sequence, times, insert, made), self._sequences[sequence]
+        if known.base is None or known.dim is not None:
+            for _ in range(rank - own_rank):
+                whole = insert.method("unsqueeze", whole, 1)
+        return whole
+
+    def _whole(self, sequence: int, times: range, insert: Inserter, made: dict[int, Node]) -> Node:
+        known = self._sequences[sequence]
+        if sequence in known.states:
+            return self.scans[sequence]
+        if known.call is None:
+            base = self.now(known.base)
+            if known.dim is None:
+                return base
+            moved = insert.method("movedim", base, known.dim, 0) if known.dim else base
+            partial = len(times) != shape_of(moved)[0]
+            return insert.method("narrow", moved, 0, times.start, len(times)) if partial else moved
+        operands = known.call.operands
+        rank = max(rank for _, rank in operands.values())
+        wholes = {x: self.aligned(n, own, rank, times, insert, made) for x, (n, own) in operands.items()}
+        args, kwargs = map_arg((known.call.args, known.call.kwargs), wholes.__getitem__)
+        call = insert.method if isinstance(known.call.target, str) else insert.function
+        return call(known.call.target, *args, **kwargs)
+
+    def _new(self, key: Hashable, sequence: _Sequence, time: int | None) -> Element:
         if key not in self._numbers:
-            self._numbers[key] = len(self._kinds)
-            self._kinds.append(kind)
+            self._numbers[key] = len(self._sequences)
+            self._sequences.append(sequence)
         return Element(self._numbers[key], time)
 
-    def _same(self, node: Node) -> Element:
-        """A tensor without a time. Each time may compute it anew, of tensors without a time."""
-        computed = op(node) in POINTWISE | CASTS | VIEWS and calls_torch(node) and not changes_in_place(node)
-        operands = node.all_input_nodes
-        if not computed or not operands or not all(is_tensor(x) and self.of(x).time is None for x in operands):
-            return self._new(node, _Same(node), None)
-        arguments = map_arg((node.args, node.kwargs), lambda x: ("element", self.of(x).sequence))
-        return self._new((node.op, node.target, str(arguments)), _Same(node), None)
+    def _is_fixed(self, node: Node) -> bool:
+        """Whether a tensor has the same value wherever it is computed after its operands, and the same gradient."""
+        return node not in self.writes.without_gradient and not self.writes.after(node)
 
     def _slice(self, node: Node) -> Element | None:
-        found = _slice_of(node)
-        if found is None:
+        found = slice_of(node)
+        if found is None or not self._is_fixed(node):
             return None
         base, dim, time = found
-        return self._new(_Sliced(base, dim), _Sliced(base, dim), time)
+        return self._new(("slices", base, dim), _Sequence(frozenset([base]), base=base, dim=dim), time)
 
     def _computed(self, node: Node) -> Element | None:
         """An expression of elements, at least one of which has a time, and none of which has another."""
-        if not is_pointwise(node):
+        if not is_pointwise(node) or not self._is_fixed(node):
             return None
         elements = {x: self.of(x) for x in node.all_input_nodes}
         times = {e.time for e in elements.values() if e.time is not None}
-        if len(times) != 1:
+        parts = [self._sequences[e.sequence] for e in elements.values()]
+        depth = 1 + max(part.depth for part in parts)
+        if len(times) != 1 or depth > DEEPEST:
             return None
         arguments = map_arg((node.args, node.kwargs), lambda x: ("element", elements[x].sequence))
         operands = {x: (e.sequence, len(shape_of(x))) for x, e in elements.items()}
-        computed = _Computed(node.target, node.args, node.kwargs, operands)
-        return self._new((node.op, node.target, str(arguments)), computed, times.pop())
+        bases, states = (frozenset().union(*(getattr(p, name) for p in parts)) for name in ("bases", "states"))
+        call = _Call(node.target, node.args, node.kwargs, operands)
+        return self._new(
+            (node.op, node.target, str(arguments)), _Sequence(bases, states, call=call, depth=depth), times.pop()
+        )
+
+    def _same(self, node: Node) -> Element:
+        """A tensor without a time. Each time may compute it anew, of tensors without a time that nothing ever changes."""
+        alone = _Sequence(frozenset([node]), base=node)
+        operands = node.all_input_nodes
+        computed = op(node) in POINTWISE | CASTS | VIEWS and calls_torch(node) and not changes_in_place(node)
+        if not computed or not operands or not all(is_tensor(x) and self.of(x).time is None for x in operands):
+            return self._new(node, alone, None)
+        if not self._is_fixed(node) or any(self.writes.unknown(x) or self.writes.to(x) for x in (node, *operands)):
+            return self._new(node, alone, None)
+        arguments = map_arg((node.args, node.kwargs), lambda x: ("element", self.of(x).sequence))
+        return self._new((node.op, node.target, str(arguments)), alone, None)
 
 
 def is_pointwise(node: Node) -> bool:
@@ -195,7 +207,7 @@ def is_pointwise(node: Node) -> bool:
     return bool(operands) and here and (len(operands) == 1 or op(node) in POINTWISE)
 
 
-def _slice_of(node: Node) -> tuple[Node, int, int] | None:
+def slice_of(node: Node) -> tuple[Node, int, int] | None:
     """Return (x, dim, t) if a node is ``x`` at index t along a dim, with all other dims whole."""
     if op(node) == "select" and calls_torch(node) and len(node.args) == 3 and is_tensor(node.args[0]):
         return _at(*node.args)

@@ -93,6 +93,41 @@ def changed_result(a, x, h):
     return out.mul(2).add_(1), out
 
 
+def quotients(a, x, h):
+    """Two recurrences in one loop, joined along an axis."""
+    d, outs = h.exp(), []
+    for t in range(x.shape[1]):
+        h, d = a[:, t] * h + x[:, t], a[:, t] * d + x[:, t].exp()
+        outs.append(h / d)
+    return torch.cat(outs, axis=1)
+
+
+def in_chunks(a, x, h):
+    """Each loop begins with the last state of the one before it."""
+    parts = []
+    for a_part, x_part in zip(a.split(8, 1), x.split(8, 1), strict=True):
+        outs = []
+        for t in range(x_part.shape[1]):
+            h = a_part[:, t] * h + x_part[:, t]
+            outs.append(h)
+        parts.append(torch.stack(outs, axis=1))
+    return torch.cat(parts, 1)
+
+
+def of_deep_expressions(a, x, h):
+    """The sizes of these expressions are exponential if each use of an operand counts."""
+    outs = []
+    for t in range(x.shape[1]):
+        gate = a[:, t]
+        for _ in range(14):
+            gate = gate * torch.sigmoid(gate)
+        h = gate * h + x[:, t]
+        outs.append(h)
+    for _ in range(400):
+        h = -h
+    return torch.stack(outs, 1), h
+
+
 SCANS = (
     as_in_recurrent_gemma,
     stacked,
@@ -104,7 +139,7 @@ SCANS = (
     last_state,
     of_other_dims,
 )
-SCANS += (checkpointed, changed_result)
+SCANS += (checkpointed, changed_result, quotients, of_deep_expressions)
 
 
 def operands(dtype=torch.float32, length=LENGTH):
@@ -253,8 +288,98 @@ def shuffled(a, x, h):
     return torch.stack(outs[2:] + outs[:2], 1)
 
 
+def changed_outside(a, x, h):
+    """What is derived from the states reads a tensor that changes."""
+    rest, outs = torch.ones((), device=x.device), []
+    for t in range(x.shape[1]):
+        h = 0.9 * h + 0.1 * x[:, t]
+        rest.mul_(0.9)
+        outs.append(h / (1 - rest))
+    return torch.stack(outs, 1)
+
+
+def changed_derived(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(h.tanh() * 2)
+    outs[0].add_(1)
+    return torch.stack(outs, 1)
+
+
+def cleared_part(a, x, h):
+    b, out = a * 1, torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        out[:, t] = h + b[:, t]
+        b[:, t] = 0.0
+    return out
+
+
+def gates_without_gradient(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        with torch.no_grad():
+            gate = a[:, t].sigmoid()
+        h = gate * h + x[:, t]
+        outs.append(h)
+    return torch.stack(outs, 1)
+
+
+def assigned_without_gradient(a, x, h):
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        with torch.set_grad_enabled(t == x.shape[1] - 1):
+            out[:, t] = h
+    return out
+
+
+def of_an_earlier_value(a, x, h):
+    w = a.mean(1)
+    total, outs = w.sigmoid().sum(), []
+    w.mul_(0.5)
+    for t in range(x.shape[1]):
+        h = w.sigmoid() * h + (x[:, t] + w)
+        outs.append(h)
+    return torch.stack(outs, 1) * total
+
+
+def rounded_states(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h.to(torch.int32) + x[:, t] * 3
+        outs.append(h)
+    return torch.stack(outs, 1)
+
+
+def shared_products(a, x, h):
+    outs, products = [], []
+    for t in range(x.shape[1]):
+        product = a[:, t] * h
+        h = product + x[:, t]
+        outs.append(h)
+        products.append(product)
+    return torch.stack(outs, 1), torch.stack(products, 1)
+
+
+def under_a_transform(a, x, h):
+    return torch.func.grad(lambda a: stacked(a, x, h).sin().sum())(a)
+
+
+def of_other_strides(a, x, h):
+    x = x.transpose(0, 1).relu()
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        h = a[:, t] * h + x[t]
+        out[t] = h
+    return out.transpose(0, 1).view(2, -1)
+
+
 OTHERS = (read_within, partly_filled, filled_input, changed_operand, changed_state, nonlinear, gated_by_the_state)
-OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled)
+OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outside, changed_derived, cleared_part)
+OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
+OTHERS += (under_a_transform, of_other_strides)
 
 
 @INTERPRETED
@@ -266,6 +391,92 @@ def test_loops_that_stay(function):
     want_results, want_grads = results_and_gradients(function, [t.double() for t in operands()])
     for got, want in zip(results + grads, want_results + want_grads, strict=True):
         assert (got is None) == (want is None) and (want is None or relative_error(got, want) < 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loops_that_follow_each_other(device):
+    (results, grads), decisions = compiled(in_chunks, operands(length=16), device)
+    assert [d.path for d in decisions] == ["scan"] * 2
+    want_results, want_grads = results_and_gradients(in_chunks, [t.double() for t in operands(length=16)])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_constant_factor_is_not_rounded(device):
+    """0.97 in bf16 is another decay, and its error grows with the length."""
+
+    def function(x):
+        h, outs = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = 0.97 * h + x[:, t]
+            outs.append(h)
+        return torch.stack(outs, 1)
+
+    x = torch.randn(2, 60, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (results, grads), _ = compiled(function, [x], device)
+    want_results, want_grads = results_and_gradients(function, [x.double()])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert relative_error(got, want) < 2e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", [stacked, of_expressions], ids=lambda f: f.__name__)
+def test_double_precision(function, device):
+    """Also of what is computed in the kernel of the scan, behind it."""
+    tensors = [t.double() + 1e-9 for t in operands()]
+    (results, grads), decisions = compiled(lambda *xs: function(*xs) * 2, tensors, device)
+    assert [d.path for d in decisions] == ["scan"]
+    want_results, want_grads = results_and_gradients(lambda *xs: function(*xs) * 2, tensors)
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert want is None or relative_error(got, want) < 1e-13
+
+
+@INTERPRETED
+def test_results_do_not_share_memory():
+    def function(a, x, h):
+        outs = []
+        for t in range(len(x)):
+            h = a[t] * h + x[t]
+            outs.append(h)
+        return torch.stack(outs), torch.stack(outs), torch.cat(outs)
+
+    a, x, h = operands()
+    torch._dynamo.reset()
+    with triton_on_cpu(), torch.no_grad():
+        run = torch.compile(function, backend="gradfuse", dynamic=False)
+        results = run(a.transpose(0, 1).contiguous(), x.transpose(0, 1).contiguous(), h)
+    assert len({y.untyped_storage().data_ptr() for y in results}) == 3
+
+
+@INTERPRETED
+def test_a_stack_into_a_given_tensor():
+    def function(a, x, h, out):
+        outs = []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(h)
+        torch.stack(outs, 0, out=out)
+        return out * 2
+
+    tensors = (*operands(), torch.zeros(LENGTH, 2, 5))
+    torch._dynamo.reset()
+    with triton_on_cpu(), torch.no_grad():
+        got = torch.compile(function, backend="gradfuse", dynamic=False)(*(t.clone() for t in tensors))
+    assert relative_error(got, function(*tensors)) < 1e-6
+
+
+@INTERPRETED
+@pytest.mark.parametrize("batch", [0, 2])
+def test_other_batches(batch):
+    """Of a size that may change, and empty."""
+    a, x, h = (t[:batch].clone() for t in operands())
+    for t in (a, x, h) if batch else ():
+        torch._dynamo.mark_dynamic(t, 0)
+    torch._dynamo.reset()
+    with triton_on_cpu(), torch.no_grad():
+        got = torch.compile(stacked, backend="gradfuse")(a, x, h)
+    assert got.shape == (batch, 5, LENGTH) and (not batch or relative_error(got, stacked(a, x, h)) < 1e-6)
 
 
 @INTERPRETED

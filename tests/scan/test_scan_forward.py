@@ -256,3 +256,15 @@ def test_emitted_kernel(combine):
 
 def test_shorter_spans_of_more_leaves():
     assert [lowering._tile(leaves)["SPAN"] for leaves in (1, 2, 3, 4, 5, 8)] == [16, 16, 8, 8, 4, 4]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_what_follows_in_the_kernel_keeps_the_dtype(dtype, device):
+    """Numbers that fp32 does not hold, and an op that Inductor puts into the kernel of the scan."""
+    xs = [torch.arange(2**25, 2**25 + 40 * 600).reshape(40, 600).to("cuda" if device == "cuda" else "cpu", dtype)]
+    run = scan(total, xs)
+    torch._dynamo.reset()
+    with on(device):
+        (y,) = torch.compile(lambda *xs: [y * 3 + 1 for y in run(*xs)], backend="gradfuse", fullgraph=True)(*xs)
+    assert torch.equal(y, xs[0].cumsum(0) * 3 + 1)
