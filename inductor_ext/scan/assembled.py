@@ -80,7 +80,7 @@ def _filled(tensor: Node, elements: Elements) -> Assembled | None:
     found = {user: assigned(user) for user in tensor.users if user.args[0] is tensor and assigned(user) is not None}
     parts = {time: value for _, _, time, value in found.values()}
     dims = {dim for _, dim, _, _ in found.values()}
-    new = op(tensor) in _NEW_TENSORS and calls_torch(tensor) and value_of(tensor).is_contiguous()
+    new = op(tensor) in _NEW_TENSORS and calls_torch(tensor) and _order(tensor) is not None
     if not new or len(dims) != 1 or len(parts) != len(found):
         return None
     (dim,) = dims
@@ -97,6 +97,15 @@ def _filled(tensor: Node, elements: Elements) -> Assembled | None:
     return Assembled(tensor, numbers.pop(), values, dim, tuple(sorted(found)))
 
 
+def _order(tensor: Node) -> list[int] | None:
+    """The dims of a tensor in the order in which they are in memory; None if there are gaps, or sizes that are not known."""
+    value = value_of(tensor)
+    if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return [*range(value.dim())] if value.is_contiguous() else None
+    order = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+    return order if value.permute(order).is_contiguous() else None
+
+
 def put_together(assembled: Assembled, times: range, elements: Elements) -> None:
     """Insert the sequence in the place of what is assembled of its elements."""
     tensor, last = assembled.result, max(assembled.assignments, default=assembled.result)
@@ -110,9 +119,14 @@ def put_together(assembled: Assembled, times: range, elements: Elements) -> None
         whole = insert.method("movedim", whole, 0, assembled.dim)
         if assembled.joined:
             whole = insert.method("flatten", whole, assembled.dim, assembled.dim + 1)
-        whole = insert.method("contiguous", whole)
+        order = _order(tensor)
+        if order != [*range(len(order))]:
+            whole = insert.method("contiguous", insert.method("permute", whole, order))
+            whole = insert.method("permute", whole, [order.index(d) for d in range(len(order))])
+        else:
+            whole = insert.method("contiguous", whole)
         if is_returned(tensor):
             # The caller may change it. The states may be needed unchanged, and other results may be made of them.
-            whole = insert.function(torch.ops.gradfuse.copied.default, whole)
+            whole = insert.function(torch.ops.gradfuse.copied.default, whole, False)
     elements.replaced(tensor, whole)
     tensor.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in assembled.assignments)

@@ -128,6 +128,16 @@ def of_deep_expressions(a, x, h):
     return torch.stack(outs, 1), h
 
 
+def of_other_strides(a, x, h):
+    """The result has the strides of x, so that this view of it exists."""
+    x = x.transpose(0, 1).relu()
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        h = a[:, t] * h + x[t]
+        out[t] = h
+    return out.transpose(0, 1).view(2, -1)
+
+
 SCANS = (
     as_in_recurrent_gemma,
     stacked,
@@ -139,7 +149,7 @@ SCANS = (
     last_state,
     of_other_dims,
 )
-SCANS += (checkpointed, changed_result, quotients, of_deep_expressions)
+SCANS += (checkpointed, changed_result, quotients, of_deep_expressions, of_other_strides)
 
 
 def operands(dtype=torch.float32, length=LENGTH):
@@ -367,19 +377,10 @@ def under_a_transform(a, x, h):
     return torch.func.grad(lambda a: stacked(a, x, h).sin().sum())(a)
 
 
-def of_other_strides(a, x, h):
-    x = x.transpose(0, 1).relu()
-    out = torch.zeros_like(x)
-    for t in range(len(x)):
-        h = a[:, t] * h + x[t]
-        out[t] = h
-    return out.transpose(0, 1).view(2, -1)
-
-
 OTHERS = (read_within, partly_filled, filled_input, changed_operand, changed_state, nonlinear, gated_by_the_state)
 OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outside, changed_derived, cleared_part)
 OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
-OTHERS += (under_a_transform, of_other_strides)
+OTHERS += (under_a_transform,)
 
 
 @INTERPRETED
