@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..torch_api.template import Template, autotune
+from ..torch_api.template import Template, autotune, triton_type
 from .fx import HALF
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def run(
     """
     if layout.dtype not in (torch.float32, *HALF):
         # What follows in the kernel computes with the output in this dtype. Inductor's default is fp32.
-        template_options = {"ACC_TYPE": str(layout.dtype).replace("torch", "tl"), **template_options}
+        template_options = {"ACC_TYPE": triton_type(layout.dtype), **template_options}
     choices: list[Any] = []
     for config in configs:
         template.maybe_append_choice(

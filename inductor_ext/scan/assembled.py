@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import shape_of, value_of
+from ..core.fx import cone, shape_of, value_of
 from ..core.outside import is_returned
 from ..core.terms import arg, calls_torch, is_tensor, op
 from .elements import Elements, assigned
@@ -36,29 +36,35 @@ class Assembled:
     reverse: bool = False
 
 
-def assembled_of(nodes: Iterable[Node], times: dict[int, range], elements: Elements) -> list[Assembled]:
-    """Return what is assembled of elements among ``nodes``, in the graph's order. times: of the states of each loop."""
-    users = dict.fromkeys(user for node in nodes for user in node.users)
+def assembled_of(
+    states: Iterable[Node], derived: Iterable[Node], times: dict[int, range], elements: Elements
+) -> list[Assembled]:
+    """Return what is assembled of states and what is derived from them, in the graph's order.
+
+    times: of the states of each loop, by their sequence.
+    """
+    users = dict.fromkeys(user for node in (*states, *derived) for user in node.users)
     filled = dict.fromkeys(found[0] for user in users if (found := assigned(user)) is not None)
     found = [_joined(user, elements) for user in users if op(user) in ("stack", "cat", "concat") and calls_torch(user)]
     found += [_filled(tensor, elements) for tensor in filled]
-    kept = [a for a in found if a is not None and _is_whole(a, times, elements)]
+    kept = [a for a in found if a is not None and _is_whole(a, set(states), times, elements)]
     return sorted(kept, key=lambda a: a.assignments[-1] if a.assignments else a.result)
 
 
-def _is_whole(found: Assembled, times: dict[int, range], elements: Elements) -> bool:
+def _is_whole(found: Assembled, states: set[Node], times: dict[int, range], elements: Elements) -> bool:
     """Whether the elements are at all times of loops, and nothing that they are computed from changes meanwhile."""
-    states, writes = elements.states_in(found.sequence), elements.writes
+    numbers, writes = elements.states_in(found.sequence), elements.writes
     own = [elements.of(value).time for value in found.values]
-    if not states or any(own != [*times[number]] for number in states):
+    if not numbers or any(own != [*times[number]] for number in numbers):
         return False
     nodes = [*found.values, *(found.assignments or (found.result,))]
     if any(node in writes.without_gradient for node in nodes) or any(writes.after(value) for value in found.values):
         return False
-    begin, end = min(nodes), max(nodes)
-    changes = (write for x in elements.bases(found.sequence) for write in writes.to(x))
-    unknown = any(writes.unknown(x) for x in elements.bases(found.sequence))
-    return not unknown and not any(begin < write < end for write in changes)
+    bases = elements.bases(found.sequence)
+    derived = set(cone(*(v for v in found.values if v not in states), until=bases | states)) - bases - states
+    begin, end = min(derived | set(nodes)), max(nodes)
+    changes = (write for x in bases for write in writes.to(x))
+    return not any(map(writes.unknown, bases)) and not any(begin < write < end for write in changes)
 
 
 def _joined(node: Node, elements: Elements) -> Assembled | None:
@@ -77,7 +83,7 @@ def _joined(node: Node, elements: Elements) -> Assembled | None:
 
 def _filled(tensor: Node, elements: Elements) -> Assembled | None:
     """A new tensor, if each of its parts along a dim is assigned once, and nothing else happens to it meanwhile."""
-    found = {user: assigned(user) for user in tensor.users if user.args[0] is tensor and assigned(user) is not None}
+    found = {user: a for user in tensor.users if (a := assigned(user)) is not None and a[0] is tensor}
     parts = {time: value for _, _, time, value in found.values()}
     dims = {dim for _, dim, _, _ in found.values()}
     new = op(tensor) in _NEW_TENSORS and calls_torch(tensor) and _order(tensor) is not None
@@ -91,7 +97,8 @@ def _filled(tensor: Node, elements: Elements) -> Assembled | None:
         return None
     read = {time: elements.of(value) for time, value in parts.items()}
     numbers = {e.sequence for e in read.values()}
-    if len(numbers) > 1 or any(e.time != time for time, e in read.items()):
+    elsewhere = any(value_of(value).device != value_of(tensor).device for value in parts.values())
+    if len(numbers) > 1 or elsewhere or any(e.time != time for time, e in read.items()):
         return None
     values = tuple(parts[time] for time in sorted(parts))
     return Assembled(tensor, numbers.pop(), values, dim, tuple(sorted(found)))

@@ -13,11 +13,12 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import full_index, indices_of, shape_of, value_of
+from ..core.fx import full_index, indices_of, same_sizes, shape_of, value_of
 from ..core.purity import changes_in_place
 from ..core.terms import calls_torch, is_tensor, op
 from ..core.writes import VIEWS, Writes
@@ -202,6 +203,8 @@ def is_pointwise(node: Node) -> bool:
     """Whether an op is computed element by element, on one device, and of tensors and numbers."""
     if op(node) not in POINTWISE | CASTS or not is_tensor(node) or not calls_torch(node) or changes_in_place(node):
         return False
+    if any(isinstance(x, torch.memory_format) for x in (*node.args, *node.kwargs.values())):
+        return False
     operands = node.all_input_nodes
     here = all(is_tensor(x) and value_of(x).device == value_of(node).device for x in operands)
     return bool(operands) and here and (len(operands) == 1 or op(node) in POINTWISE)
@@ -225,7 +228,7 @@ def assigned(node: Node) -> tuple[Node, int, int, Node] | None:
         return None
     base, dim, time = found
     shape, value = shape_of(base), node.args[2]
-    return (base, dim, time, value) if tuple(shape_of(value)) == (*shape[:dim], *shape[dim + 1 :]) else None
+    return (base, dim, time, value) if same_sizes(shape_of(value), (*shape[:dim], *shape[dim + 1 :])) else None
 
 
 def _place(node: Node) -> tuple[Node, int, int] | None:
@@ -233,14 +236,10 @@ def _place(node: Node) -> tuple[Node, int, int] | None:
     base = node.args[0]
     entries = full_index(indices_of(node), len(shape_of(base)))
     numbers = [d for d, e in enumerate(entries) if isinstance(e, int) and not isinstance(e, bool)]
-    others = [e for e in entries if not isinstance(e, int)]
-    if len(numbers) != 1 or len(entries) != len(shape_of(base)) or any(_is_part(e) for e in others):
+    whole = [d for d, e in enumerate(entries) if isinstance(e, slice) and e == slice(None)]
+    if len(numbers) != 1 or not len(numbers) + len(whole) == len(entries) == len(shape_of(base)):
         return None
     return _at(base, numbers[0], entries[numbers[0]])
-
-
-def _is_part(entry: Any) -> bool:
-    return not isinstance(entry, slice) or entry != slice(None)
 
 
 def _at(base: Node, dim: Any, time: Any) -> tuple[Node, int, int] | None:

@@ -38,13 +38,14 @@ MOST_READS = 4
 
 @dataclass(frozen=True)
 class _Step:
-    """``state = a * before + x`` at a time. before: the last state, which may be cast in between."""
+    """``state = a * before + x`` at a time. before: the last state, which may be cast in between; ``product.args[at]``."""
 
     time: int
     state: Node
     product: Node
     a: Node | float
     before: Node
+    at: int
     x: Node
     sequences: tuple[int | float, int]
 
@@ -80,8 +81,12 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 
 
 def _may_have_loops(graph: Graph) -> bool:
-    """Whether some tensor is read at several times one by one, outside of functions that torch.func transforms."""
-    if any("increment_nesting" in called(node) for node in graph.nodes if node.op == "call_function"):
+    """Whether some tensor is read at several times one by one, and no part of the graph has rules of its own.
+
+    These are functions that torch.func transforms, and regions of autocast, from which an expression must not be moved.
+    """
+    names = (called(node) for node in graph.nodes if node.op == "call_function")
+    if any("increment_nesting" in name or name == "_enter_autocast" for name in names):
         return False
     slices = (node for node in graph.nodes if is_tensor(node) and node.op in ("call_function", "call_method"))
     counts = Counter(found[:2] for node in slices if (found := slice_of(node)) is not None)
@@ -117,14 +122,15 @@ def _steps(node: Node, elements: Elements) -> list[_Step]:
         if not (is_tensor(product) and binary(product, "mul") and calls_torch(product) and is_tensor(x)):
             continue
         added = elements.of(x)
-        for a, before in (product.args, product.args[::-1]):
+        for at in (1, 0):
+            a, before = product.args[1 - at], product.args[at]
             if added.time is None or not is_tensor(before):
                 continue
             if isinstance(a, float | int) and not isinstance(a, bool):
-                found.append(_Step(added.time, node, product, a, before, x, (float(a), added.sequence)))
+                found.append(_Step(added.time, node, product, a, before, at, x, (float(a), added.sequence)))
             elif is_tensor(a) and elements.of(a).time in (None, added.time):
                 sequences = elements.of(a).sequence, added.sequence
-                found.append(_Step(added.time, node, product, a, before, x, sequences))
+                found.append(_Step(added.time, node, product, a, before, at, x, sequences))
     return found
 
 
@@ -166,8 +172,14 @@ class _Loop:
             raise _NotAScan("Inductor has no scan for this device")
         if any(not same_shape(state, first) or value_of(state).dtype != value_of(first).dtype for state in self.states):
             raise _NotAScan("its states differ in shape or dtype")
-        if 0 in shape_of(first):
+        if any(isinstance(n, int) and n == 0 for n in shape_of(first)):
             raise _NotAScan("its states are empty")
+        operands = [x for x in (self.first.a, self.first.x, self.first.before) if isinstance(x, Node)]
+        if any(value_of(x).device != value_of(first).device for x in operands):
+            raise _NotAScan("its operands are on several devices")
+        if isinstance(self.first.a, float | int) and abs(self.first.a) > 1:
+            # In a scan they are multiplied with each other, and infinity times zero is no number.
+            raise _NotAScan("the powers of its factor may be infinite")
         if any(node in writes.without_gradient for node in self.inside):
             raise _NotAScan("a part of it is computed without a gradient")
         if any(writes.after(node) for node in self.inside):
@@ -179,7 +191,7 @@ class _Loop:
         """Insert the scan where the loop begins."""
         step, shape, elements = self.first, shape_of(self.first.state), self.elements
         # The state before the first may be that of a loop that is a scan by now.
-        before = next(x for x in step.product.args if (isinstance(x, Node) and x is not step.a) or x is step.before)
+        before = step.product.args[step.at]
         with step.state.graph.inserting_before(step.state):
             insert, made = Inserter(step.state.graph, step.state), {}
             x = elements.aligned(step.sequences[1], len(shape_of(step.x)), len(shape), self.times, insert, made)
@@ -208,7 +220,7 @@ class _Plan:
         self.numbers = {elements.states(loop.states): loop for loop in self.loops}
         times = {number: loop.times for number, loop in self.numbers.items()}
         states = [state for loop in self.loops for state in loop.states]
-        self.assembled = assembled_of([*states, *self.derived], times, elements)
+        self.assembled = assembled_of(states, self.derived, times, elements)
         self.results = {n for a in self.assembled for n in (a.assignments or (a.result,))}
         self.gone = {n for n in self.derived if self._ends_in_results(n)}
 

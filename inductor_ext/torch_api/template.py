@@ -9,10 +9,11 @@ from typing import Any
 
 from torch._inductor import ir as inductor_ir
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+from torch._inductor.utils import triton_type
 
 from .ir import as_it_is_now
 
-__all__ = ["SymbolicGridFn"]
+__all__ = ["SymbolicGridFn", "triton_type"]
 
 
 class Template:

@@ -138,6 +138,23 @@ def of_other_strides(a, x, h):
     return out.transpose(0, 1).view(2, -1)
 
 
+def of_all_results(a, x, h):
+    """The factor of the second loop is what the first one assembles, and is the first operand of the product."""
+    outs, others, g = [], [], x
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(h)
+    ys = torch.stack(outs, 1)
+    for t in range(x.shape[1]):
+        g = ys * g + x[:, t, None]
+        others.append(g)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        out[:, t] = h
+    return torch.stack(others, 1), torch.sum(input=out, dim=1)
+
+
 SCANS = (
     as_in_recurrent_gemma,
     stacked,
@@ -149,7 +166,7 @@ SCANS = (
     last_state,
     of_other_dims,
 )
-SCANS += (checkpointed, changed_result, quotients, of_deep_expressions, of_other_strides)
+SCANS += (checkpointed, changed_result, quotients, of_deep_expressions, of_other_strides, of_all_results)
 
 
 def operands(dtype=torch.float32, length=LENGTH):
@@ -377,10 +394,36 @@ def under_a_transform(a, x, h):
     return torch.func.grad(lambda a: stacked(a, x, h).sin().sum())(a)
 
 
+def cleared_before_the_last_op(a, x, h):
+    w, outs = h * 2, []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(h + w)
+    w.zero_()
+    return torch.stack([out.exp() for out in outs], 1)
+
+
+def growing(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = 8.0 * h + x[:, t]
+        outs.append(h)
+    return torch.stack(outs, 1)
+
+
+def cast_within(a, x, h):
+    outs = []
+    with torch.autocast(x.device.type, torch.bfloat16):
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(h.exp())
+    return torch.stack(outs, 1)
+
+
 OTHERS = (read_within, partly_filled, filled_input, changed_operand, changed_state, nonlinear, gated_by_the_state)
 OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outside, changed_derived, cleared_part)
 OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
-OTHERS += (under_a_transform,)
+OTHERS += (under_a_transform, cleared_before_the_last_op, growing, cast_within)
 
 
 @INTERPRETED

@@ -268,3 +268,14 @@ def test_what_follows_in_the_kernel_keeps_the_dtype(dtype, device):
     with on(device):
         (y,) = torch.compile(lambda *xs: [y * 3 + 1 for y in run(*xs)], backend="gradfuse", fullgraph=True)(*xs)
     assert torch.equal(y, xs[0].cumsum(0) * 3 + 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_conditions_as_the_last_result(device):
+    """Also with an op that Inductor puts into the kernel of the scan."""
+    xs = operands(either_and_sum, (40, 600), device=device)
+    run = scan(either_and_sum, xs, used=[0])
+    torch._dynamo.reset()
+    with on(device):
+        (y,) = torch.compile(lambda *xs: [~y for y in run(*xs)], backend="gradfuse", fullgraph=True)(*xs)
+    assert torch.equal(y, xs[0].cumsum(0) == 0)
