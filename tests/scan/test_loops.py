@@ -119,7 +119,7 @@ def of_deep_expressions(a, x, h):
     outs = []
     for t in range(x.shape[1]):
         gate = a[:, t]
-        for _ in range(14):
+        for _ in range(6):
             gate = gate * torch.sigmoid(gate)
         h = gate * h + x[:, t]
         outs.append(h)
