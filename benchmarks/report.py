@@ -71,16 +71,14 @@ def biases_table() -> str:
     rows["size"] = rows[["batch", "heads", "length", "dim"]].astype(str).agg(" × ".join, axis=1)
     rows["table_error"] = rows.error.map(lambda e: f"{max(e[4:]):.1e}", na_action="ignore")
     rows["bound"] = rows.bound_forward_ms.map("{:.2f}".format) + " / " + rows.bound_backward_ms.map("{:.2f}".format)
-    rows["times"] = rows.forward + " / " + rows.backward
-    rows["times"] = rows.times.where(rows.refused.isna(), "refused")
-    # Rows whose peer takes minutes to compile are kept from an earlier run.
-    earlier = rows["date"].dropna().unique() if "date" in rows else []
-    if len(earlier):
-        rows["times"] += rows.date.map(lambda _: " \\*", na_action="ignore").fillna("")
+    rows["times"] = (rows.forward + " / " + rows.backward).where(rows.refused.isna(), "refused")
+    # Rows whose peer takes minutes to compile are kept from an earlier run, with their date.
+    earlier = rows.get("date", pd.Series(index=rows.index, dtype=object))
+    rows.loc[earlier.notna(), "times"] += " \\*"
     wide = by_peer(rows, ["case", "size", "bound"], ["times", "table_error"])
     columns = [("times", peer) for peer in ("no bias", "stock", "sdpa-mask", "gradfuse")]
     columns += [("table_error", "stock"), ("table_error", "gradfuse")]
-    note = f" \\* measured on {', '.join(earlier)}." if len(earlier) else ""
+    note = "".join(f" \\* measured on {date}." for date in earlier.dropna().unique())
     return f"{provenance(result)} The operands are bf16. {BUSY} Each cell is forward / backward.{note}\n\n" + markdown(
         "case | B × H × S × D | bound | without bias | stock | SDPA, bias as mask | gradfuse | error: stock | gradfuse",
         wide.reindex(columns=columns).reset_index().to_numpy(),

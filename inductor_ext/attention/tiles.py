@@ -161,11 +161,11 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
-    index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and it is so for each query or key, not for each
-    pair. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "few blocks": and a table of
-    pairs is read by blocks, without dropout. "slices": a program has the only tile of several batch elements, and nothing is
-    read for each score by itself. "images": a tile lies in a row of an image that is shorter than the longest tile.
-    "dropout": probabilities are dropped. "fp32": the dtype.
+    index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and each such index depends on the query or on
+    the key, never on both. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "few
+    blocks": and a table of pairs is read by blocks, without dropout. "slices": a program has the only tile of several batch
+    elements, and nothing is read for each score by itself. "images": a tile lies in a row of an image that is shorter than
+    the longest tile. "dropout": probabilities are dropped. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -43,7 +44,11 @@ class Writes:
 
     def between(self, node: Node, reader: Node) -> bool:
         """Return whether the memory of ``node`` may change after it is computed and before ``reader`` reads it."""
-        return self.unknown(node) or any(node < write < reader for write in self.to(node))
+        return self.during([node], node, reader)
+
+    def during(self, nodes: Iterable[Node], begin: Node, end: Node) -> bool:
+        """Return whether the memory of a tensor may change between two nodes of the graph."""
+        return any(self.unknown(x) or any(begin < write < end for write in self.to(x)) for x in nodes)
 
     def after(self, node: Node) -> bool:
         """Return whether the memory of ``node`` may change after it is computed."""

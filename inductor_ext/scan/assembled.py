@@ -62,9 +62,7 @@ def _is_whole(found: Assembled, states: set[Node], times: dict[int, range], elem
         return False
     bases = elements.bases(found.sequence)
     derived = set(cone(*(v for v in found.values if v not in states), until=bases | states)) - bases - states
-    begin, end = min(derived | set(nodes)), max(nodes)
-    changes = (write for x in bases for write in writes.to(x))
-    return not any(map(writes.unknown, bases)) and not any(begin < write < end for write in changes)
+    return not writes.during(bases, min(derived | set(nodes)), max(nodes))
 
 
 def _joined(node: Node, elements: Elements) -> Assembled | None:

@@ -12,7 +12,6 @@ becomes that sequence. The other states are read from the scan one by one, and i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -184,7 +183,7 @@ class _Loop:
             raise _NotAScan("a part of it is computed without a gradient")
         if any(writes.after(node) for node in self.inside):
             raise _NotAScan("its states or operands are changed in place")
-        if changed_between(writes, self.inputs, min(self.inside), self.last.state):
+        if writes.during(self.inputs, min(self.inside), self.last.state):
             raise _NotAScan("a tensor that it reads is changed in the loop")
 
     def scan(self) -> Node:
@@ -204,11 +203,6 @@ class _Loop:
             return insert.call(recurrence, arguments, lambda: (factor * start + added).to(dtype))
 
 
-def changed_between(writes: Writes, nodes: Iterable[Node], begin: Node, end: Node) -> bool:
-    """Whether the memory of a tensor may change between two nodes of the graph."""
-    return any(writes.unknown(x) or any(begin < write < end for write in writes.to(x)) for x in nodes)
-
-
 class _Plan:
     """Which loops become scans, what is assembled of their states, and which states are read one by one."""
 
@@ -222,7 +216,7 @@ class _Plan:
         states = [state for loop in self.loops for state in loop.states]
         self.assembled = assembled_of(states, self.derived, times, elements)
         self.results = {n for a in self.assembled for n in (a.assignments or (a.result,))}
-        self.gone = {n for n in self.derived if self._ends_in_results(n)}
+        self.gone = {n for n in self.derived if self._only_for(n, self.results)}
 
     def refused(self) -> dict[_Loop, str]:
         """Return the loops whose states are used in other ways too often, and why."""
@@ -254,7 +248,7 @@ class _Plan:
                 self._read(state, loop, number)
         _erase(self.results | self.gone | self.inside | {a.result for a in self.assembled})
 
-    def _derived(self) -> list[Node]:
+    def _derived(self) -> dict[Node, None]:
         """Return what is computed from the states element by element, in the graph's order, without the states."""
         found: dict[Node, None] = {}
         pending = [state for loop in self.loops for state in loop.states]
@@ -263,19 +257,16 @@ class _Plan:
                 if user not in found and user not in self.inside and is_pointwise(user):
                     found[user] = None
                     pending.append(user)
-        return sorted(found)
+        return dict.fromkeys(sorted(found))
 
-    def _ends_in_results(self, node: Node) -> bool:
-        return self._used_by(node, self.derived, self.results)
-
-    def _used_by(self, node: Node, through: Iterable[Node], ends: set[Node]) -> bool:
-        """Whether all uses of a node, directly or through others, are these ends."""
-        through, pending, seen = set(through), [node], {node}
+    def _only_for(self, node: Node, ends: set[Node]) -> bool:
+        """Whether a node is used only by these ends, directly or through what is derived from states."""
+        pending, seen = [node], {node}
         while pending:
             for user in pending.pop().users:
                 if user in ends or user in seen:
                     continue
-                if user not in through:
+                if user not in self.derived:
                     return False
                 seen.add(user)
                 pending.append(user)
@@ -283,9 +274,7 @@ class _Plan:
 
     def _reads(self, loop: _Loop) -> list[Node]:
         """Return the states that something reads which stays."""
-        own = loop.inside
-        stays = [s for s in loop.states if not self._used_by(s, self.derived, self.results | own)]
-        return stays
+        return [state for state in loop.states if not self._only_for(state, self.results | loop.inside)]
 
     def _read(self, state: Node, loop: _Loop, number: int) -> None:
         """Read a state from the scan. It is a copy, so that the scan is not kept, or changed, for one state."""
