@@ -43,9 +43,9 @@ def backwards(a, x, h):
 
 
 def of_constants(a, x, h):
-    y, outs, others = h, [], []
+    y, decay, outs, others = h, a.mean(1), [], []
     for t in range(x.shape[1]):
-        h, y = 0.9 * h + x[:, t], a[:, 0].exp() * y + x[:, t]
+        h, y = 0.9 * h + x[:, t], (-decay).exp() * y + x[:, t]
         outs.append(h)
         others.append(y)
     return torch.cat(outs, -1), torch.stack(others)
@@ -134,13 +134,13 @@ def of_other_strides(a, x, h):
 
 def of_all_results(a, x, h):
     """The factor of the second loop is what the first one assembles, and is the first operand of the product."""
-    outs, others, g = [], [], x
+    outs, others, g, rows = [], [], x, x.unsqueeze(2)
     for t in range(x.shape[1]):
         h = a[:, t] * h + x[:, t]
         outs.append(h)
     ys = torch.stack(outs, 1)
     for t in range(x.shape[1]):
-        g = ys * g + x[:, t, None]
+        g = ys * g + rows[:, t]
         others.append(g)
     out = torch.zeros_like(x)
     for t in range(x.shape[1]):
@@ -149,18 +149,24 @@ def of_all_results(a, x, h):
     return torch.stack(others, 1), torch.sum(input=out, dim=1)
 
 
-SCANS = (
-    as_in_recurrent_gemma,
-    stacked,
-    of_expressions,
-    backwards,
-    of_constants,
-    broadcast,
-    twice,
-    last_state,
-    of_other_dims,
-)
-SCANS += (checkpointed, changed_result, quotients, of_deep_expressions, of_other_strides, of_all_results)
+#: The loops that are scans, and how many each program has.
+SCANS = {
+    as_in_recurrent_gemma: 1,
+    stacked: 1,
+    of_expressions: 1,
+    backwards: 1,
+    of_constants: 2,
+    broadcast: 1,
+    twice: 2,
+    last_state: 1,
+    of_other_dims: 1,
+    checkpointed: 1,
+    changed_result: 1,
+    quotients: 2,
+    of_deep_expressions: 1,
+    of_other_strides: 1,
+    of_all_results: 3,
+}
 
 
 def read_within(a, x, h):
@@ -359,7 +365,39 @@ def cast_within(a, x, h):
     return torch.stack(outs, 1)
 
 
+def partly_without_gradient(a, x, h):
+    """What is between a state and what is assembled has no gradient."""
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        with torch.no_grad():
+            double = h * 2
+        outs.append(double + x[:, t])
+    return torch.stack(outs, 1)
+
+
+def changed_in_between(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        double = h * 2
+        double.add_(1)
+        outs.append(double * 3)
+    return torch.stack(outs, 1)
+
+
+def changed_for_each_step(a, x, h):
+    """The same tensor is read by every step, and changes between them."""
+    b, outs = torch.ones_like(h), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + (x[:, t] + b)
+        b.mul_(0.5)
+        outs.append(h)
+    return torch.stack(outs, 1)
+
+
 OTHERS = (read_within, partly_filled, filled_input, changed_operand, changed_state, nonlinear, gated_by_the_state)
 OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outside, changed_derived, cleared_part)
 OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
 OTHERS += (under_a_transform, cleared_before_the_last_op, growing, cast_within)
+OTHERS += (partly_without_gradient, changed_in_between, changed_for_each_step)
