@@ -80,6 +80,20 @@ def without_gradient(nodes: Iterable[Node]) -> dict[Node, None]:
     return found
 
 
+def under_autocast(nodes: Iterable[Node]) -> dict[Node, None]:
+    """The nodes of Dynamo's graph, in order, that are computed where the graph itself has changed the mode of autocast."""
+    found: dict[Node, None] = {}
+    depth = 0
+    for node in nodes:
+        if called(node) == "_enter_autocast":
+            depth += 1
+        elif called(node) == "_exit_autocast":
+            depth -= 1
+        elif depth and node.op not in ("placeholder", "output"):
+            found[node] = None
+    return found
+
+
 def is_pure(node: Node) -> bool:
     """Whether a node of Dynamo's graph only computes its result, and computes the same result each time."""
     return not (changes_in_place(node) or is_random(node) or sets_gradient_mode(node))

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from ..torch_api.graph import OpOverload, storage_of, version_of
 from ..torch_api.higher_order import is_kernel_that_writes
 from .fx import called, fake_tensor, requires_grad
-from .purity import changes_in_place, without_gradient, written_operands
+from .purity import changes_in_place, under_autocast, without_gradient, written_operands
 from .terms import CASTS, op
 
 
@@ -24,6 +24,8 @@ class Writes:
 
     def __init__(self, graph: Graph) -> None:
         self.without_gradient = without_gradient(graph.nodes)
+        #: The nodes that give other results, or other gradients, if they are computed elsewhere in the graph.
+        self.in_other_modes = self.without_gradient | under_autocast(graph.nodes)
         self._at: dict[Any, list[Node]] = {}
         # While a tensor exists, no other one has its storage's number.
         self._alive = [fake_tensor(node) for node in graph.nodes]

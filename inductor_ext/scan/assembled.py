@@ -58,7 +58,7 @@ def _is_whole(found: Assembled, states: set[Node], times: dict[int, range], elem
     if not numbers or any(own != [*times[number]] for number in numbers):
         return False
     nodes = [*found.values, *(found.assignments or (found.result,))]
-    if any(node in writes.without_gradient for node in nodes) or any(writes.after(value) for value in found.values):
+    if any(node in writes.in_other_modes for node in nodes) or any(writes.after(value) for value in found.values):
         return False
     bases = elements.bases(found.sequence)
     derived = set(cone(*(v for v in found.values if v not in states), until=bases | states)) - bases - states

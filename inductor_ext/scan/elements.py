@@ -3,7 +3,7 @@
 A Python loop over time is unrolled in the graph, so that each time has nodes of its own. Two nodes are elements of one
 sequence if they are the same expression of slices at their times and of tensors that are the same for all times. The whole
 sequence [T, ...] is then that expression of the sliced tensors themselves. It is computed elsewhere in the graph, so nothing
-is an element whose memory is written later, or that is computed under ``no_grad``.
+is an element whose memory is written later, or that is computed under ``no_grad`` or in a region of autocast.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Elements:
 
     def _is_fixed(self, node: Node) -> bool:
         """Whether a tensor has the same value wherever it is computed after its operands, and the same gradient."""
-        return node not in self.writes.without_gradient and not self.writes.after(node)
+        return node not in self.writes.in_other_modes and not self.writes.after(node)
 
     def _slice(self, node: Node) -> Element | None:
         found = slice_of(node)

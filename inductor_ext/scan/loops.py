@@ -80,12 +80,8 @@ def rewrite(gm: GraphModule, options: Options) -> None:
 
 
 def _may_have_loops(graph: Graph) -> bool:
-    """Whether some tensor is read at several times one by one, and no part of the graph has rules of its own.
-
-    These are functions that torch.func transforms, and regions of autocast, from which an expression must not be moved.
-    """
-    names = (called(node) for node in graph.nodes if node.op == "call_function")
-    if any("increment_nesting" in name or name == "_enter_autocast" for name in names):
+    """Whether some tensor is read at several times one by one, and torch.func transforms no part of the graph."""
+    if any("increment_nesting" in called(node) for node in graph.nodes if node.op == "call_function"):
         return False
     slices = (node for node in graph.nodes if is_tensor(node) and node.op in ("call_function", "call_method"))
     counts = Counter(found[:2] for node in slices if (found := slice_of(node)) is not None)
@@ -179,8 +175,8 @@ class _Loop:
         if isinstance(self.first.a, float | int) and abs(self.first.a) > 1:
             # In a scan they are multiplied with each other, and infinity times zero is no number.
             raise _NotAScan("the powers of its factor may be infinite")
-        if any(node in writes.without_gradient for node in self.inside):
-            raise _NotAScan("a part of it is computed without a gradient")
+        if any(node in writes.in_other_modes for node in self.inside):
+            raise _NotAScan("a part of it is computed without a gradient, or in a region of autocast")
         if any(writes.after(node) for node in self.inside):
             raise _NotAScan("its states or operands are changed in place")
         if writes.during(self.inputs, min(self.inside), self.last.state):

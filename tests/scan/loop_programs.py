@@ -149,6 +149,15 @@ def of_all_results(a, x, h):
     return torch.stack(others, 1), torch.sum(input=out, dim=1)
 
 
+def beside_autocast(a, x, h):
+    """As in a model whose rotary embeddings are computed in fp32."""
+    with torch.autocast(x.device.type, enabled=False):
+        a = a.sigmoid()
+    y, _ = as_in_recurrent_gemma(a, x, h)
+    with torch.autocast(x.device.type, enabled=False):
+        return y.exp()
+
+
 #: The loops that are scans, and how many each program has.
 SCANS = {
     as_in_recurrent_gemma: 1,
@@ -166,6 +175,7 @@ SCANS = {
     of_deep_expressions: 1,
     of_other_strides: 1,
     of_all_results: 3,
+    beside_autocast: 1,
 }
 
 
@@ -365,6 +375,15 @@ def cast_within(a, x, h):
     return torch.stack(outs, 1)
 
 
+def results_cast_within(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        with torch.autocast(x.device.type, torch.bfloat16):
+            outs.append(h.exp())
+    return torch.stack(outs, 1)
+
+
 def partly_without_gradient(a, x, h):
     """What is between a state and what is assembled has no gradient."""
     outs = []
@@ -400,5 +419,5 @@ def changed_for_each_step(a, x, h):
 OTHERS = (read_within, partly_filled, filled_input, changed_operand, changed_state, nonlinear, gated_by_the_state)
 OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outside, changed_derived, cleared_part)
 OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
-OTHERS += (under_a_transform, cleared_before_the_last_op, growing, cast_within)
+OTHERS += (under_a_transform, cleared_before_the_last_op, growing, cast_within, results_cast_within)
 OTHERS += (partly_without_gradient, changed_in_between, changed_for_each_step)
