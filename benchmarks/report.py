@@ -141,7 +141,7 @@ _PART_COLUMNS = [(step, peer) for step in ("forward", "backward") for peer in ("
 
 def _ratio(times: pd.DataFrame) -> pd.Series:
     """How much faster than stock gradfuse is, as text."""
-    return (times.stock / times.gradfuse).map("{:.2f}×".format)
+    return (times.stock / times.gradfuse).map("{:.2f}×".format, na_action="ignore")
 
 
 def models_table() -> str:
@@ -155,22 +155,16 @@ def models_table() -> str:
     wide = by_peer(rows, "model", ["step_ms", "step_kernels_ms", "step_peak_mb", "step"])
     ratio = _ratio(wide.step_ms)
     if "step_kernels_ms" in rows:
-        ratio += (
-            _ratio(wide.step_kernels_ms)
-            .where(wide.step_kernels_ms.gradfuse.notna(), "")
-            .map(lambda r: f" ({r})" if r else "")
-        )
+        ratio += _ratio(wide.step_kernels_ms).map(" ({})".format, na_action="ignore").fillna("")
     step = wide.step
-    peak = (wide.step_peak_mb / 1024).map("{:.1f}".format)
+    peak = (wide.step_peak_mb / 1024).map("{:.1f}".format, na_action="ignore")
     ours = rows[rows.peer == "gradfuse"].set_index("model")
     rows["first"] = [_first_step(row) for row in rows.to_dict("records")]
     first = by_peer(rows, "model", ["first"])["first"]
     on = ours.date + ", " + ours.device.str.removeprefix("NVIDIA ").str.split().str[0]
-    columns = [step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, first.stock, first.gradfuse]
+    columns = [step.eager, step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, first.stock, first.gradfuse]
     lines = pd.concat([*columns, ours.fired.map(_fired), on], axis=1).reset_index()
-    head = (
-        "model | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse | what fires | run"
-    )
+    head = "model | eager | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse | what fires | run"
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
         "The time in brackets is that for which the GPU is busy. "
@@ -184,7 +178,16 @@ def _first_step(row: dict[str, Any]) -> str:
 
 
 def _fired(counts: dict[str, int]) -> str:
-    shown = ("attention_pattern", "attention_dropout", "hoisting", "casts")
+    shown = (
+        "attention_pattern",
+        "attention_dropout",
+        "hoisting",
+        "mlstm_pattern",
+        "time_loops",
+        "scatters",
+        "gathers",
+        "casts",
+    )
     return ", ".join(f"{counts[name]} × {name}" for name in shown if name in counts)
 
 
