@@ -164,7 +164,8 @@ def models_table() -> str:
     on = ours.date + ", " + ours.device.str.removeprefix("NVIDIA ").str.split().str[0]
     columns = [step.eager, step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, first.stock, first.gradfuse]
     lines = pd.concat([*columns, ours.fired.map(_fired), on], axis=1).reset_index()
-    head = "model | eager | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse | what fires | run"
+    head = "model | eager | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse"
+    head += " | what fires | run"
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
         "The time in brackets is that for which the GPU is busy. "
