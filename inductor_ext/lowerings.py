@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention import backward, forward
+from .attention import backward, forward, gluon_forward
 from .core import depend  # noqa: F401  (registers gradfuse::depend)
 from .core.kernel_op import KernelOp
 from .gathers import entry_sums, gather_sum, place_rows, segment_sum
@@ -53,6 +53,9 @@ REPLACED: tuple[Replaced, ...] = (
         lower_associative.lower,
     ),
 )
+
+#: Names of kernels that a lowering may choose, with what they are. Without one of them it takes another kernel.
+CHOICES: dict[str, str] = {gluon_forward.NAME: "computes attentions without a score_mod on Hopper by a kernel in Gluon"}
 
 #: The ops that our passes put into graphs.
 KERNELS: tuple[KernelOp, ...] = (

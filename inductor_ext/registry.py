@@ -9,3 +9,4 @@ NAMES: dict[str, str] = {}
 for each in (*passes.ORDER, *lowerings.REPLACED, *lowerings.KERNELS):
     # A pass and a lowering of the same name are disabled together. The line is that of the pass, which comes first.
     NAMES.setdefault(each.name, each.what)
+NAMES |= lowerings.CHOICES

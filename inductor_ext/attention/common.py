@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..torch_api.config import uses_triton_on_cpu
 from ..torch_api.higher_order import FlexBlockMask
 from ..torch_api.lowering import V
 from ..torch_api.sizes import FloorDiv, Mod, hint, known_at_most
+from ..torch_api.template import SymbolicGridFn
 from . import descriptor, kernel_dropout
 from .calls import BackwardCall, ForwardCall
 
@@ -31,6 +32,14 @@ _OUR_OPTIONS += ("SLICES", "fwd_SLICES", "bwd_SLICES")
 
 #: The advice for a score_mod or mask_mod for which there is no kernel.
 ADVICE = "Index captured tensors with one scalar for each of their dims, or compute the expression outside the score_mod."
+
+
+@SymbolicGridFn
+def grid_of_queries(
+    batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]
+) -> tuple:
+    """Return the grid of the programs that own BLOCK_M queries of SLICES batch elements each."""
+    return cdiv(queries, meta["BLOCK_M"]), cdiv(batch, meta["SLICES"]), heads
 
 
 def why_stock(call: ForwardCall | BackwardCall) -> str | None:

@@ -6,10 +6,11 @@ and dtypes that the template does not take.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from ..core.kernels import LARGEST_TILE
 from ..core.report import STOCK, leave_to_stock, record, user_line
@@ -19,26 +20,22 @@ from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
-from ..torch_api.template import SymbolicGridFn, Template, autotune
-from . import common, kernel_dropout, score_graphs
+from ..torch_api.template import Template, autotune
+from . import common, gluon_forward, kernel_dropout, score_graphs
 from .calls import ForwardCall, lengths
-from .inlining import Inlining
+from .inlining import Inlining, LoweredScore
 from .no_mask import hides_nothing
-from .tile_tables import tile_tables
+from .tile_tables import TileTables, tile_tables
 from .tiles import forward_config
 
 NAME = "flex_attention"
 
 
-@SymbolicGridFn
-def _grid(batch: Any, heads: Any, queries: Any, _dim: Any, meta: dict[str, Any], *, cdiv: Callable[..., Any]) -> tuple:
-    return cdiv(queries, meta["BLOCK_M"]), cdiv(batch, meta["SLICES"]), heads
-
-
+_FILE = "flex_forward.py.jinja"
 _SOURCE = load(
     "attention/flex_forward", "attention/flex_tiles", "attention/flex_tables", "attention/kinds/*", "attention/dropout"
 )
-_template = Template("gradfuse_flex_forward", _grid, _SOURCE)
+_template = Template("gradfuse_flex_forward", common.grid_of_queries, _SOURCE)
 
 
 def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,12 +58,12 @@ def lower(options: Options, stock: Callable[..., Any]) -> Callable[..., Any]:
             kernel_dropout.check_not_stock(call, reason, where)
         if inference or reason is not None:
             return stock(*args)
-        return _lower(call)
+        return _lower(call, options)
 
     return flex_attention
 
 
-def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
+def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     common.check_head_dims(call.query, call.value)
     node = V.graph.current_node
     nothing_hidden = hides_nothing(ForwardCall.of(node), call.mask.mask_mod.graph_module)
@@ -97,50 +94,65 @@ def _lower(call: ForwardCall) -> tuple[Any, Any, Any]:
     template_options.update(tables.options() | inlining.options() | score.options())
     template_options["SLICES"] = common.slices(call, nothing_hidden)
     configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
-    choices: list[Any] = []
     if len(configs) == 1:
-        # Those that no block needs as a rule do not decide.
-        chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
-        has = {
-            "a mod": not (template_options["IDENTITY_SCORE_MOD"] and template_options["TRIVIAL_MASK_MOD"]),
-            "reads": score.reads_each_score,
-            "chained reads": bool(chained),
-            "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
-            "one tile": common.in_tiles(call, 1),
-            "few tiles": common.in_tiles(call, 4),
-            "few blocks": common.in_tiles(call, 4) and tables.has_pairs and not template_options["DROPOUT"],
-            "slices": template_options["SLICES"] > 1 and not score.reads_each_score,
-            "images": tables.longest_tile < LARGEST_TILE,
-            "dropout": template_options["DROPOUT"],
-            "fp32": dtype is torch.float32,
-        }
-        features = {name for name, there in has.items() if there}
+        features = _features(call, template_options, score, tables, score_graph)
         head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
         configs = [forward_config(configs[0], Target.of(device).family, features, head_dim=head_dim)]
-    tiles = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}
-    largest = common.largest_tile(call, tables.longest_tile)
-    for tiled in common.tile_choices(template_options, "fwd", configs, tiles, largest):
-        _template.maybe_append_choice(
-            choices=choices,
-            input_nodes=[*inputs, *tables.buffers(), *seeds],
-            layout=layout,
-            subgraphs=subgraphs,
-            mutated_inputs=[logsumexp, max_scores],
-            call_sizes=query.get_size(),
-            **common.with_slices(call, tiled, ("BLOCK_M", "BLOCK_N"), allowed=True),
-        )
+    operands = [*inputs, *tables.buffers(), *seeds]
+
+    def choices_of(template: Template, tiles: Iterator[dict[str, Any]]) -> list[Any]:
+        choices: list[Any] = []
+        fixed = {"input_nodes": operands, "layout": layout, "subgraphs": subgraphs, "call_sizes": query.get_size()}
+        for tiled in tiles:
+            template.maybe_append_choice(choices, **fixed, mutated_inputs=[logsumexp, max_scores], **tiled)
+        return choices
+
+    choices, file = [], gluon_forward.FILE
+    if len(configs) == 1 and gluon_forward.takes(call, options, template_options, score, score_graph):
+        choices = gluon_forward.built(choices_of(gluon_forward.TEMPLATE, gluon_forward.tiles(template_options)))
+    if not choices:
+        choices, file = choices_of(_template, _tiles(call, template_options, configs, tables.longest_tile)), _FILE
     captured = [*call.captured, *call.mask_captured]
     out = autotune(
         "gradfuse_flex_attention",
         choices,
-        [*inputs, *tables.buffers(), *seeds, *captured],
+        [*operands, *captured],
         layout,
         generators,
         captured,
         subgraphs,
     )
-    record(NAME, "flex_attention", "flex_forward.py.jinja", _shape_note(query, call.key), user_line(node))
+    record(NAME, "flex_attention", file, _shape_note(query, call.key), user_line(node))
     return out, logsumexp, max_scores
+
+
+def _features(
+    call: ForwardCall, options: dict[str, Any], score: LoweredScore, tables: TileTables, score_graph: GraphModule
+) -> set[str]:
+    """Return the features of the kernel that decide about its tile (tiles.py)."""
+    # Those that no block needs as a rule do not decide.
+    chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
+    has = {
+        "a mod": not (options["IDENTITY_SCORE_MOD"] and options["TRIVIAL_MASK_MOD"]),
+        "reads": score.reads_each_score,
+        "chained reads": bool(chained),
+        "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
+        "one tile": common.in_tiles(call, 1),
+        "few tiles": common.in_tiles(call, 4),
+        "few blocks": common.in_tiles(call, 4) and tables.has_pairs and not options["DROPOUT"],
+        "slices": options["SLICES"] > 1 and not score.reads_each_score,
+        "images": tables.longest_tile < LARGEST_TILE,
+        "dropout": options["DROPOUT"],
+        "fp32": call.query.get_dtype() is torch.float32,
+    }
+    return {name for name, there in has.items() if there}
+
+
+def _tiles(call: ForwardCall, options: dict[str, Any], configs: list[Any], limit: int) -> Iterator[dict[str, Any]]:
+    """Yield the template options for each config. limit: the longest tile with which the kernel is right."""
+    tiles, largest = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}, common.largest_tile(call, limit)
+    for tiled in common.tile_choices(options, "fwd", configs, tiles, largest):
+        yield common.with_slices(call, tiled, ("BLOCK_M", "BLOCK_N"), allowed=True)
 
 
 def _shape_note(query: Any, key: Any) -> str:

@@ -18,6 +18,20 @@ from .bounds import INT32_ELEMENTS
 aten = torch.ops.aten
 
 
+_ARITHMETIC = """
+add sub rsub mul div neg abs clamp clamp_min clamp_max minimum maximum remainder floor_divide where index
+ge gt le lt eq ne logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
+_to_copy convert_element_type full scalar_tensor lift_fresh_copy expand view reshape unsqueeze squeeze
+"""
+#: Ops that take a few instructions at most, without tanh and its like.
+ARITHMETIC = frozenset(_ARITHMETIC.split())
+
+
+def is_arithmetic(module: GraphModule) -> bool:
+    """Return whether a score_mod's graph has only ops that take a few instructions."""
+    return all(node.op != "call_function" or name_of(node) in ARITHMETIC for node in module.graph.nodes)
+
+
 def is_identity(module: GraphModule) -> bool:
     """Return whether a score_mod graph returns its score unchanged."""
     (out,) = module.graph.find_nodes(op="output")[0].args

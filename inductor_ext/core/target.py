@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
@@ -19,16 +21,25 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024
 TMA_ALIGNMENT = 16
 
 
+@functools.cache
+def has_gluon() -> bool:
+    """Return whether this Triton has the language Gluon."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 @dataclass(frozen=True)
 class Target:
     """The properties of a device that the choice of tiles and the lowerings use.
 
     vendor: "nvidia", "amd", or "none" if Triton's interpreter runs the kernels on a CPU. architecture: the compute
     capability as one number (90 is 9.0). shared_memory: the bytes of shared memory that a program may use. l2: the bytes of
-    the L2 cache. tma: whether a kernel may load, store and add whole tiles by TMA. triton: whether Inductor emits Triton
-    for this device. multiprocessors: their number, which is that of an H200 for a GPU that is not here. The speeds, in bytes
-    and in atomic adds of fp32 per second and in seconds for a sort, are those of an H200 (docs/notes/gathers.md) on every
-    device.
+    the L2 cache. tma: whether a kernel may load, store and add whole tiles by TMA. gluon: whether a kernel may be in Gluon,
+    for Hopper. triton: whether Inductor emits Triton for this device. multiprocessors: their number, which is that of an
+    H200 for a GPU that is not here. The speeds, in bytes and in atomic adds of fp32 per second and in seconds for a sort,
+    are those of an H200 (docs/notes/gathers.md) on every device.
     """
 
     bandwidth: ClassVar[float] = 3.5e12
@@ -42,6 +53,7 @@ class Target:
     tma: bool
     triton: bool
     multiprocessors: int = 132
+    gluon: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -60,7 +72,8 @@ class Target:
         target = cls(vendor, architecture, shared_memory, l2, tma=False, triton=True, multiprocessors=multiprocessors)
         # TMA is not used under ``cpp_wrapper``. There, gradients were wrong by orders of magnitude, one tensor at a time. As
         # far as its source tells, its launcher gives a kernel no memory for its TMA descriptors.
-        return replace(target, tma=vendor == "nvidia" and target.adds_tiles and not inductor_config.cpp_wrapper)
+        tma = vendor == "nvidia" and target.adds_tiles and not inductor_config.cpp_wrapper
+        return replace(target, tma=tma, gluon=tma and target.family == "hopper" and has_gluon())
 
     @classmethod
     def absent(cls, architecture: int) -> Target:

@@ -198,6 +198,14 @@ def is_aligned(node: Any, alignment: int) -> bool:
     return V.graph.sizevars.statically_known_true(sympy.Eq(offset % alignment, 0))
 
 
+def rows_are_aligned(node: Any, alignment: int) -> bool:
+    """Return whether the rows of a tensor have consecutive elements, and begin at multiples of ``alignment`` bytes."""
+    known, itemsize = V.graph.sizevars.statically_known_true, node.get_dtype().itemsize
+    *outer, inner = node.get_stride()
+    aligned = all(known(sympy.Eq(stride * itemsize % alignment, 0)) for stride in outer)
+    return aligned and known(sympy.Eq(inner, 1)) and is_aligned(node, alignment)
+
+
 def contiguous_strides(size: Sequence[Any]) -> list[Any]:
     """Return the strides of a contiguous tensor."""
     return list(inductor_ir.FlexibleLayout.contiguous_strides(list(size)))

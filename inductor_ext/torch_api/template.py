@@ -26,19 +26,52 @@ class Template:
         self.name = name
         self._arguments = {"name": name, "grid": grid, "source": source}
 
+    def _made(self, **arguments: Any) -> TritonTemplate:
+        return TritonTemplate(**arguments)
+
     @functools.cached_property
     def _compiled(self) -> TritonTemplate:
         """The template. Its input layouts are frozen if this torch has that option."""
         extra = {}
         if "always_freeze_layout" in inspect.signature(TritonTemplate.__init__).parameters:
             extra["always_freeze_layout"] = True
-        return TritonTemplate(**self._arguments, **extra)
+        return self._made(**self._arguments, **extra)
 
     def maybe_append_choice(self, choices: list[Any], **options: Any) -> None:
         """Append the kernel that these options give to ``choices``, unless they are not possible."""
         for operands in ("input_nodes", "mutated_inputs"):
             options[operands] = [as_it_is_now(x) for x in options[operands]]
         self._compiled.maybe_append_choice(choices, **options)
+
+
+class GluonTemplate(Template):
+    """A template in Gluon."""
+
+    def _made(self, **arguments: Any) -> TritonTemplate:
+        from .gluon import GluonKernel, prepare
+
+        prepare()
+        template = super()._made(**arguments)
+        template.kernel_type = GluonKernel
+        return template
+
+
+_failures: dict[str, str | None] = {}
+
+
+def build_failure(choice: Any) -> str | None:
+    """Return why the kernel of a choice does not build, or None. It is built now, once for each source.
+
+    On a CPU the interpreter runs kernels, and nothing is built.
+    """
+    source = choice.bmreq.module_cache_key
+    if choice.layout.device.type != "cpu" and source not in _failures:
+        try:
+            choice.precompile()
+            _failures[source] = None
+        except Exception as error:
+            _failures[source] = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[-1][:200]}"
+    return _failures.get(source)
 
 
 def autotune(

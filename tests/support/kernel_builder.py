@@ -16,17 +16,20 @@ def build(job):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     spec = importlib.util.spec_from_file_location("kernel", job["path"])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     pointers = [i for i, kind in enumerate(job["signature"].values()) if kind.startswith("*")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = ASTSource(getattr(module, job["name"]), job["signature"], {}, aligned)
+    kernel = getattr(module, job["name"])
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, job["signature"], {}, aligned)
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
     built = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
     for form in ("ttir", "ptx", "cubin"):
-        code = built.asm[form]
+        # A kernel in Gluon begins in the next form.
+        code = built.asm[form] if form in built.asm else built.asm["ttgir"]
         Path(f"{job['path']}.{form}").write_bytes(code if isinstance(code, bytes) else code.encode())
     return {"shared": built.metadata.shared}
 

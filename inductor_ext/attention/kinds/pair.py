@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ...core.dynamo_graph import Inserter
 from ...core.subgraphs import expression
 from ...core.target import TMA_ALIGNMENT, Target
-from ...torch_api.ir import is_aligned
+from ...torch_api.ir import rows_are_aligned
 from ...torch_api.lowering import V
 from .base import FootprintKind, Reduction, TiledKind
 
@@ -65,12 +65,7 @@ class Pair(TiledKind):
 
     def readable(self, tensor: Any) -> bool:
         """Return whether TMA can move blocks of it (2 to 4 dims): the rows have consecutive elements and are aligned."""
-        if not Target.of(tensor.get_device()).tma:
-            return False
-        *outer, inner = tensor.get_stride()
-        known, itemsize = V.graph.sizevars.statically_known_true, tensor.get_dtype().itemsize
-        rows_aligned = all(known(sympy.Eq(stride * itemsize % TMA_ALIGNMENT, 0)) for stride in outer)
-        return known(sympy.Eq(inner, 1)) and rows_aligned and is_aligned(tensor, TMA_ALIGNMENT)
+        return Target.of(tensor.get_device()).tma and rows_are_aligned(tensor, TMA_ALIGNMENT)
 
     def writable(self, shape: Sequence[Any], itemsize: int) -> bool:
         """Return whether the rows of the gradient are aligned. It has no padding between its rows, as the table may have."""
