@@ -192,6 +192,20 @@ def _fired(counts: dict[str, int]) -> str:
     return ", ".join(f"{counts[name]} × {name}" for name in shown if name in counts)
 
 
+def hopper_table() -> str:
+    """The forward in Gluon."""
+    result = load("hopper")
+    rows = pd.DataFrame(result["rows"])
+    rows["shape"] = rows[["batch", "heads", "length"]].astype(str).agg(" × ".join, axis=1)
+    rows["mask"] = rows["mask"].fillna("")
+    rows["forward"] = rows.forward_kernels_ms.map("{:.3f}".format)
+    wide = by_peer(rows, ["case", "mask", "shape"], ["forward"]).forward[["triton", "gluon", "cudnn"]]
+    note = "D = 128, bf16, forward, milliseconds for which the GPU is busy."
+    return f"{provenance(result)} {note}\n\n" + markdown(
+        "score_mod | mask | B × H × S | Triton | Gluon | cuDNN", wide.reset_index().to_numpy()
+    )
+
+
 def dropout_table() -> str:
     """Dropout in the kernels."""
     result = load("dropout")
@@ -370,6 +384,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flex_sweep": flex_sweep_table,
     "biases": biases_table,
     "models": models_table,
+    "hopper": hopper_table,
     "dropout": dropout_table,
     "flex_cpu": flex_cpu_table,
     "mlstm_cpu": mlstm_cpu_table,

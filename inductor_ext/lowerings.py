@@ -55,7 +55,7 @@ REPLACED: tuple[Replaced, ...] = (
 )
 
 #: Names of kernels that a lowering may choose, with what they are. Without one of them it takes another kernel.
-CHOICES: dict[str, str] = {gluon_forward.NAME: "computes attentions without a score_mod on Hopper by a kernel in Gluon"}
+CHOICES: dict[str, str] = {gluon_forward.NAME: "computes the forward of attention on Hopper by a kernel in Gluon"}
 
 #: The ops that our passes put into graphs.
 KERNELS: tuple[KernelOp, ...] = (

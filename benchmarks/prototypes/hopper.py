@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import triton
 from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from inductor_ext.core.gluon_names import result_layout, tma_load
 
-#: Triton 3.9 renamed the load, and made a function of the addition, which is only an operation of the IR before.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+__all__ = ["allow_descriptors", "result_layout", "tma_add", "tma_load"]
+
+#: Triton 3.9 made a function of the addition, which is only an operation of the IR before.
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
 else:
@@ -23,12 +23,6 @@ else:
         """Add a tile in shared memory to the memory of a descriptor."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-@gluon.constexpr_function
-def result_layout(columns: int) -> Any:
-    """The layout of a matmul's result of 64 rows in one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 def allow_descriptors() -> None:
