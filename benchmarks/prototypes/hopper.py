@@ -9,6 +9,7 @@ import triton
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
 from inductor_ext.core.gluon_names import result_layout, tma_load
 
 __all__ = ["allow_descriptors", "result_layout", "tma_add", "tma_load"]
