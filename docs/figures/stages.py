@@ -48,7 +48,7 @@ STAGES = (
         "FX node to Inductor IR; one template for each kernel",
         True,
         (
-            *("flex_attention", "flex_attention_backward", "mlstm"),
+            *("flex_attention", "flex_attention_backward", "gluon", "mlstm"),
             *(
                 "linear_scan",
                 "scan_forward",

@@ -157,6 +157,11 @@ def test_spelling_of_a_place_in_an_image(body, expected):
     assert str(footprints(module.graph, random_score_mods.IMAGE_EXTENTS)[out]) == expected
 
 
+def same(values, others):
+    """Whether values are equal but for the last bit: a vectorised function rounds the last elements of a row by itself."""
+    return torch.allclose(values, others, rtol=5e-7, atol=0, equal_nan=True)
+
+
 def varies(values, kind):
     """Whether ``values`` [B, H, Q, K] are more than this kind of function of the positions (for each batch and head)."""
     queries, keys = (torch.arange(n) for n in values.shape[2:])
@@ -165,7 +170,7 @@ def varies(values, kind):
     flat = values.reshape(*values.shape[:2], -1)
     representative = torch.zeros(*flat.shape[:2], int(index.max()) + 1, dtype=flat.dtype)
     representative[..., index] = flat
-    return not torch.equal(representative[..., index], flat)
+    return not same(representative[..., index], flat)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -188,6 +193,6 @@ def check_footprints(body, extents):
         if footprint.score or footprint.unknown or not isinstance(value, torch.Tensor) or node.name in ("t", "u", "w"):
             continue
         values = value.expand(extents).double()
-        assert footprint.batch or torch.equal(values, values[:1].expand_as(values)), (node, footprint)
-        assert footprint.head or torch.equal(values, values[:, :1].expand_as(values)), (node, footprint)
+        assert footprint.batch or same(values, values[:1].expand_as(values)), (node, footprint)
+        assert footprint.head or same(values, values[:, :1].expand_as(values)), (node, footprint)
         assert not varies(values, footprint.kind), (node, footprint)
