@@ -20,7 +20,7 @@ from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
-from ..torch_api.template import Template, autotune
+from ..torch_api.template import Template, autotune, keep_alone
 from . import common, gluon_forward, kernel_dropout, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining, LoweredScore
@@ -108,7 +108,7 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
         return choices
 
     choices, file = [], gluon_forward.FILE
-    if len(configs) == 1 and gluon_forward.takes(call, options, template_options, score, score_graph):
+    if len(configs) == 1 and gluon_forward.takes(call, options, template_options, score):
         choices = gluon_forward.built(choices_of(gluon_forward.TEMPLATE, gluon_forward.tiles(template_options)))
     if not choices:
         choices, file = choices_of(_template, _tiles(call, template_options, configs, tables.longest_tile)), _FILE
@@ -122,6 +122,9 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
         captured,
         subgraphs,
     )
+    if file == gluon_forward.FILE:
+        # What follows would be in Triton's language, of which not all is possible in Gluon, and spill registers.
+        keep_alone(out)
     record(NAME, "flex_attention", file, _shape_note(query, call.key), user_line(node))
     return out, logsumexp, max_scores
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch.fx import GraphModule
-
 from ..core.fx import HALF
 from ..core.kernels import tiles_asked_for
 from ..core.report import STOCK, record, user_line
@@ -45,9 +43,7 @@ class _Tile(NamedTuple):
 _GROUPS = {"CONSUMERS": 2, "ROWS": 64, "STAGES": 2}
 
 
-def takes(
-    call: ForwardCall, options: Options, chosen: dict[str, Any], score: LoweredScore, score_graph: GraphModule
-) -> bool:
+def takes(call: ForwardCall, options: Options, chosen: dict[str, Any], score: LoweredScore) -> bool:
     """Return whether the kernel computes this attention, and is the faster one. chosen: the options of the template.
 
     The score_mod reads nothing by tile or for each pair of a query and a key, and there is no dropout. TMA must be able to
@@ -62,7 +58,11 @@ def takes(
     if any(hint(x.get_size()[2]) < SHORTEST for x in (call.query, call.key)):
         return False
     by_tile = chosen["TABLES"] or chosen["COORDINATES"] or any(read.unless is not None for read in score.reads)
+    score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
     if by_tile or score.reads_each_score or not score_graphs.is_arithmetic(score_graph):
+        return False
+    # In the kernel constants are numbers without a width.
+    if any(score_graphs.makes_long_integers(graph) for graph in (score_graph, mask_graph)):
         return False
     # Values of the keys and a mask do not fit into the registers together.
     if any(read.by_key for read in score.reads) and not chosen["TRIVIAL_MASK_MOD"]:

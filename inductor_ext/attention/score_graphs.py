@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.fx import cone, name_of
+from ..core.fx import cone, dtype_of, name_of
 from ..torch_api.ir import inductor_ir
 from ..torch_api.lowering import V
 from ..torch_api.sizes import hint
@@ -27,9 +27,20 @@ _to_copy convert_element_type full scalar_tensor lift_fresh_copy expand view res
 ARITHMETIC = frozenset(_ARITHMETIC.split())
 
 
+#: Ops whose results have a dtype that is written in the kernel.
+_KEEP_WIDTH = frozenset({"_to_copy", "convert_element_type", "index"})
+
+
 def is_arithmetic(module: GraphModule) -> bool:
     """Return whether a score_mod's graph has only ops that take a few instructions."""
     return all(node.op != "call_function" or name_of(node) in ARITHMETIC for node in module.graph.nodes)
+
+
+def makes_long_integers(module: GraphModule) -> bool:
+    """Return whether a graph computes integers of 64 bits from numbers alone, and not from tensors or casts."""
+    made = (n for n in module.graph.nodes if n.op == "call_function" and name_of(n) not in _KEEP_WIDTH)
+    wide = (n for n in made if dtype_of(n) is torch.int64)
+    return any(all(dtype_of(operand) is not torch.int64 for operand in n.all_input_nodes) for n in wide)
 
 
 def is_identity(module: GraphModule) -> bool:

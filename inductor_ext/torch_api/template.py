@@ -10,6 +10,7 @@ from typing import Any
 from torch._inductor import ir as inductor_ir
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 from torch._inductor.utils import triton_type
+from torch._inductor.virtualized import V
 
 from .ir import as_it_is_now
 
@@ -72,6 +73,11 @@ def build_failure(choice: Any) -> str | None:
         except Exception as error:
             _failures[source] = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[-1][:200]}"
     return _failures.get(source)
+
+
+def keep_alone(output: Any) -> None:
+    """Let nothing be fused into the kernel that computes this output."""
+    V.graph.no_fuse_buffer_names.add(output.get_name())
 
 
 def autotune(

@@ -73,7 +73,10 @@ TAKEN = {
     "query_and_key": Attention(None, lambda t, _: lambda s, b, h, q, k: s * t[h, q] + t[h, k]),
     "head": Attention(window, lambda _, t: lambda s, b, h, q, k: s * t[h] - t[h] * (q - k).abs() / 64),
     "by_parity": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where((q + k) % 3 == 0, s * 0.5, s - 1.0)),
-    "with_an_epilogue": Attention(causal, after=lambda out: F.gelu(out.float() * 2 + 1).to(out.dtype)),
+    "with_an_epilogue": Attention(causal, after=lambda out: F.relu(F.gelu(out.float() * 2 + 1)).clamp(max=2).to(out.dtype)),
+    # Whole tiles are hidden by numbers.
+    "hidden_by_numbers": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where(q - k < 64, s, -1e30)),
+    "hidden_by_smaller_numbers": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where(k - q < 64, s, -1e10)),
 }
 
 
@@ -122,12 +125,14 @@ def test_builds_without_spills(name, length, tmp_path):
         builder.build(source(TAKEN[name], length), 90, 4, 1).check()
 
 
+LONG = Attention(None, lambda *_: lambda s, b, h, q, k: s + torch.where(q > 5, 70000, 0) * q % 7)
 SOFTCAP = Attention(causal, lambda *_: lambda s, b, h, q, k: 20 * torch.tanh(s / 20))
 MASKED_KEYS = Attention(causal, lambda t, _: lambda s, b, h, q, k: s + t[h, k])
 PAIR = Attention(None, lambda t, _: lambda s, b, h, q, k: s + t[h, (q * k) % 256])
 OTHERS = {
     "a read for each pair": (PAIR, {}, {}),
     "a distance": (Attention(None, lambda t, _: lambda s, b, h, q, k: s + t[h, (q - k).abs()]), {}, {}),
+    "integers of 64 bits": (LONG, {}, {}),
     "a long function": (SOFTCAP, {}, {}),
     "values of keys beside a mask": (MASKED_KEYS, {}, {}),
     "head dim 64": (TAKEN["plain"], {"dim": 64, "v_dim": 64}, {}),
@@ -154,6 +159,21 @@ def test_attentions_that_it_leaves(name):
     inputs, table, scale = operands(**sizes)
     found, _ = paths(attention.function("cpu", 256, 256, table, scale, **options), inputs)
     assert found == ["flex_forward.py.jinja"]
+
+
+@OFFLINE
+def test_equal_scores_are_equally_probable(tmp_path):
+    """The product of a score and log2(e) is rounded before the maximum is subtracted: of -1e30 the rest is 6e21."""
+    with Builder(tmp_path) as builder:
+        ptx = builder.build(source(TAKEN["hidden_by_numbers"]), 90, 4, 1).ptx
+    products = [line for line in ptx.splitlines() if "0f3FB8AA3B" in line]
+    assert products and all("mul" in line or "mov" in line for line in products)
+
+
+@OFFLINE
+def test_nothing_is_fused_into_it():
+    kernel = source(TAKEN["with_an_epilogue"])
+    assert "triton_helpers.maximum" not in kernel and "erf" not in kernel
 
 
 @OFFLINE
