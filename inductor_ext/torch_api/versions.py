@@ -120,7 +120,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._inductor.subgraph_lowering", "lowering", "PointwiseSubgraphLowering"),
     *_of("torch._inductor.utils", "config", "get_donated_idxs"),
     *_of("torch._inductor.utils", "template", "triton_type"),
-    *_of("torch._inductor.virtualized", "higher_order, ir, lowering, sizes", "V"),
+    *_of("torch._inductor.virtualized", "higher_order, ir, lowering, sizes, template", "V"),
     *_of("torch._inductor.virtualized", "lowering", "ops"),
     *_of("torch._logging._internal", "tracing", "trace_log", "trace_structured"),
     *_of("torch._ops", "graph", "HigherOrderOperator", "OpOverload"),
