@@ -199,6 +199,7 @@ def hopper_table() -> str:
     rows["shape"] = rows[["batch", "heads", "length"]].astype(str).agg(" × ".join, axis=1)
     rows["mask"] = rows["mask"].fillna("")
     rows["forward"] = rows.forward_kernels_ms.map("{:.3f}".format)
+    rows = rows[(rows.peer != "gluon") | rows.kernel.str.contains("hopper", na=False)]
     wide = by_peer(rows, ["case", "mask", "shape"], ["forward"]).forward[["triton", "gluon", "cudnn"]]
     note = "D = 128, bf16, forward, milliseconds for which the GPU is busy."
     return f"{provenance(result)} {note}\n\n" + markdown(

@@ -230,7 +230,7 @@ class _Attention(Writer):
 
     def low(self, scores: str, empty_rows: bool = False) -> str:
         lowest = f"torch.finfo({scores}.dtype).min"
-        finite = [lowest, lowest, lowest, "-1e4", "-1e9"]
+        finite = [lowest, lowest, lowest, "-1e4", "-1e9", "-1e10", "-1e30"]
         # Two infinite masks might hide all keys of a row.
         low = self.rng.choice(finite if empty_rows or self.infinite else [*finite, "-float('inf')"])
         self.infinite = self.infinite or "inf')" in low
