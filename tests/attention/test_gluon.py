@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._inductor.async_compile import AsyncCompile
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import gluon_forward
+from inductor_ext.attention import dropout, gluon_forward
 from inductor_ext.core.report import collect
 from tests.support import snapshots
 from tests.support.emitted import body, triton_sources
@@ -37,14 +37,18 @@ def some_rows(b, h, q, k):
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """An attention. score_mod: of two captured tensors, [H, S] and [H]. after: what follows it in the graph."""
+    """An attention. score_mod: of two captured tensors, [H, S] and [H]. after: what follows it in the graph.
+
+    block: the queries and keys of a block of the mask.
+    """
 
     mask: object = None
     score_mod: object = lambda t, scale: None
     after: object = lambda out: out
+    block: int = 128
 
     def function(self, device, queries, keys, table, scale, **options):
-        mask = None if self.mask is None else create_block_mask(self.mask, None, None, queries, keys, device)
+        mask = None if self.mask is None else create_block_mask(self.mask, None, None, queries, keys, device, self.block)
 
         def run(q, k, v):
             grouped = q.shape[1] != k.shape[1]
@@ -69,6 +73,7 @@ TAKEN = {
     "causal": Attention(causal),
     "window": Attention(window),
     "some_rows": Attention(some_rows),
+    "large_blocks": Attention(causal, block=256),
     "query": Attention(causal, lambda t, _: lambda s, b, h, q, k: s * t[h, q]),
     "query_and_key": Attention(None, lambda t, _: lambda s, b, h, q, k: s * t[h, q] + t[h, k]),
     "head": Attention(window, lambda _, t: lambda s, b, h, q, k: s * t[h] - t[h] * (q - k).abs() / 64),
@@ -118,7 +123,7 @@ def test_emitted_kernel():
 
 @OFFLINE
 @pytest.mark.breadth(3)
-@pytest.mark.parametrize("length", [256, 250])
+@pytest.mark.parametrize("length", [512, 500])
 @pytest.mark.parametrize("name", TAKEN)
 def test_builds_without_spills(name, length, tmp_path):
     with Builder(tmp_path) as builder:
@@ -135,6 +140,9 @@ OTHERS = {
     "integers of 64 bits": (LONG, {}, {}),
     "a long function": (SOFTCAP, {}, {}),
     "values of keys beside a mask": (MASKED_KEYS, {}, {}),
+    "small blocks": (Attention(causal, block=64), {}, {}),
+    "one block": (Attention(causal, block=512), {}, {}),
+    "dropout": (TAKEN["plain"], {}, dropout(0.1)),
     "head dim 64": (TAKEN["plain"], {"dim": 64, "v_dim": 64}, {}),
     "fp32": (TAKEN["plain"], {"dtype": torch.float32}, {}),
     "rows that are not aligned": (TAKEN["plain"], {"dim": 100, "v_dim": 100}, {}),

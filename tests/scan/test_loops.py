@@ -9,7 +9,8 @@ from inductor_ext.scan import loops
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
-from .loop_programs import OTHERS, SCANS, as_in_recurrent_gemma, backwards, in_chunks, last_state, of_expressions, stacked
+from .loop_programs import SCANS, as_in_recurrent_gemma, backwards, in_chunks, last_state, of_expressions, stacked
+from .loops_that_stay import OTHERS
 
 LENGTH = 11
 
