@@ -221,6 +221,15 @@ def expressions_cast_within(a, x, h):
     return torch.stack(outs, 1)
 
 
+def steps_within(a, x, h):
+    """Only the last state is read."""
+    operands = [(a[:, t], x[:, t]) for t in range(x.shape[1])]
+    for factor, addend in operands:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            h = factor * h + addend
+    return h
+
+
 def stacked_within(a, x, h):
     outs = []
     for t in range(x.shape[1]):
@@ -277,4 +286,5 @@ OTHERS += (with_a_shift, used_one_by_one, under_no_grad, shuffled, changed_outsi
 OTHERS += (gates_without_gradient, assigned_without_gradient, of_an_earlier_value, rounded_states, shared_products)
 OTHERS += (under_a_transform, cleared_before_the_last_op, growing, cast_within, results_cast_within)
 OTHERS += (expressions_cast_within, operands_cast_within, stacked_within)
+OTHERS += (steps_within,)
 OTHERS += (partly_without_gradient, changed_in_between, changed_for_each_step)
