@@ -1,4 +1,4 @@
-"""Reads a tensor of Dynamo's graph as the element of a sequence at one time: ``x[:, t]``, ``exp(x[:, t]) * w``, ...
+"""Reads a tensor of Dynamo's graph as the element of a sequence at one time: ``x[:, t]``, ``exp(x[:, t, None]) * w``, ...
 
 A Python loop over time is unrolled in the graph, so that each time has nodes of its own. Two nodes are elements of one
 sequence if they are the same expression of slices at their times and of tensors that are the same for all times. The whole
@@ -9,23 +9,20 @@ is an element whose memory is written later, or that is computed under ``no_grad
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import full_index, indices_of, same_sizes, shape_of, value_of
+from ..core.fx import full_index, indices_of, same_sizes, shape_of
 from ..core.purity import changes_in_place
 from ..core.terms import calls_torch, is_tensor, op
 from ..core.writes import VIEWS, Writes
+from .over_time import Call, over_time
 
-#: Ops that are computed element by element, of tensors and numbers.
-POINTWISE = {"mul", "add", "sub", "div", "neg", "exp", "log", "sqrt", "square", "abs", "sigmoid", "tanh", "relu", "silu"}
-CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 #: How deep an expression of elements may be.
 DEEPEST = 30
 
@@ -39,22 +36,10 @@ class Element:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """An op of elements. target: a function, or the name of a method. operands: the sequences of its elements, and ranks.
-
-    The nodes among the arguments may be erased by now.
-    """
-
-    target: Callable[..., Any] | str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: dict[Node, tuple[int, int]]
-
-
-@dataclass(frozen=True)
 class _Sequence:
     """Where a sequence comes from: the slices of ``base`` along ``dim``; ``base`` itself, at all times; a call; or a loop.
 
+    new_dims: dims of size 1 that each slice has besides. operands: the sequences of the call's operands.
     bases, states: the tensors, and the sequences of a loop's states, from which it is computed.
     """
 
@@ -62,7 +47,9 @@ class _Sequence:
     states: frozenset[int] = frozenset()
     base: Node | None = None
     dim: int | None = None
-    call: _Call | None = None
+    new_dims: tuple[int, ...] = ()
+    call: Call | None = None
+    operands: dict[Node, int] = field(default_factory=dict)
     depth: int = 0
 
 
@@ -124,12 +111,12 @@ class Elements:
         return made[sequence]
 
     def aligned(
-        self, sequence: int, own_rank: int, rank: int, times: range, insert: Inserter, made: dict[int, Node] | None = None
+        self, sequence: int, missing: int, times: range, insert: Inserter, made: dict[int, Node] | None = None
     ) -> Node:
-        """The whole of a sequence, with dims behind the first that broadcast as those of its elements do."""
+        """The whole of a sequence, with ``missing`` dims behind the first, so that it broadcasts as its elements do."""
         whole, known = self.whole(sequence, times, insert, made), self._sequences[sequence]
         if known.base is None or known.dim is not None:
-            for _ in range(rank - own_rank):
+            for _ in range(missing):
                 whole = insert.method("unsqueeze", whole, 1)
         return whole
 
@@ -141,12 +128,14 @@ class Elements:
             base = self.now(known.base)
             if known.dim is None:
                 return base
-            moved = insert.method("movedim", base, known.dim, 0) if known.dim else base
-            partial = len(times) != shape_of(moved)[0]
-            return insert.method("narrow", moved, 0, times.start, len(times)) if partial else moved
-        operands = known.call.operands
-        rank = max(rank for _, rank in operands.values())
-        wholes = {x: self.aligned(n, own, rank, times, insert, made) for x, (n, own) in operands.items()}
+            whole = insert.method("movedim", base, known.dim, 0) if known.dim else base
+            if len(times) != shape_of(whole)[0]:
+                whole = insert.method("narrow", whole, 0, times.start, len(times))
+            for dim in known.new_dims:
+                whole = insert.method("unsqueeze", whole, dim + 1)
+            return whole
+        missing = known.call.missing
+        wholes = {x: self.aligned(n, missing[x], times, insert, made) for x, n in known.operands.items()}
         args, kwargs = map_arg((known.call.args, known.call.kwargs), wholes.__getitem__)
         call = insert.method if isinstance(known.call.target, str) else insert.function
         return call(known.call.target, *args, **kwargs)
@@ -165,12 +154,16 @@ class Elements:
         found = slice_of(node)
         if found is None or not self._is_fixed(node):
             return None
-        base, dim, time = found
-        return self._new(("slices", base, dim), _Sequence(frozenset([base]), base=base, dim=dim), time)
+        base, dim, time, new = found
+        if self.states_in(self.of(base).sequence):
+            # Of a tensor of one time, which has no times of its own.
+            return None
+        return self._new(("slices", base, dim, new), _Sequence(frozenset([base]), base=base, dim=dim, new_dims=new), time)
 
     def _computed(self, node: Node) -> Element | None:
         """An expression of elements, at least one of which has a time, and none of which has another."""
-        if not is_pointwise(node) or not self._is_fixed(node):
+        call = over_time(node, lambda x: self.of(x).time is not None)
+        if call is None or not self._is_fixed(node):
             return None
         elements = {x: self.of(x) for x in node.all_input_nodes}
         times = {e.time for e in elements.values() if e.time is not None}
@@ -178,19 +171,18 @@ class Elements:
         depth = 1 + max(part.depth for part in parts)
         if len(times) != 1 or depth > DEEPEST:
             return None
-        arguments = map_arg((node.args, node.kwargs), lambda x: ("element", elements[x].sequence))
-        operands = {x: (e.sequence, len(shape_of(x))) for x, e in elements.items()}
+        arguments = map_arg((call.args, call.kwargs), lambda x: ("element", elements[x].sequence))
+        operands = {x: e.sequence for x, e in elements.items()}
         bases, states = (frozenset().union(*(getattr(p, name) for p in parts)) for name in ("bases", "states"))
-        call = _Call(node.target, node.args, node.kwargs, operands)
-        return self._new(
-            (node.op, node.target, str(arguments)), _Sequence(bases, states, call=call, depth=depth), times.pop()
-        )
+        sequence = _Sequence(bases, states, call=call, operands=operands, depth=depth)
+        return self._new((call.target, str(arguments)), sequence, times.pop())
 
     def _same(self, node: Node) -> Element:
         """A tensor without a time. Each time may compute it anew, of tensors without a time that nothing ever changes."""
         alone = _Sequence(frozenset([node]), base=node)
         operands = node.all_input_nodes
-        computed = op(node) in POINTWISE | CASTS | VIEWS and calls_torch(node) and not changes_in_place(node)
+        view = op(node) in VIEWS and calls_torch(node) and not changes_in_place(node)
+        computed = view or over_time(node, lambda _: False) is not None
         if not computed or not operands or not all(is_tensor(x) and self.of(x).time is None for x in operands):
             return self._new(node, alone, None)
         if not self._is_fixed(node) or any(self.writes.unknown(x) or self.writes.to(x) for x in (node, *operands)):
@@ -199,19 +191,11 @@ class Elements:
         return self._new((node.op, node.target, str(arguments)), alone, None)
 
 
-def is_pointwise(node: Node) -> bool:
-    """Whether an op is computed element by element, on one device, and of tensors and numbers."""
-    if op(node) not in POINTWISE | CASTS or not is_tensor(node) or not calls_torch(node) or changes_in_place(node):
-        return False
-    if any(isinstance(x, torch.memory_format) for x in (*node.args, *node.kwargs.values())):
-        return False
-    operands = node.all_input_nodes
-    here = all(is_tensor(x) and value_of(x).device == value_of(node).device for x in operands)
-    return bool(operands) and here and (len(operands) == 1 or op(node) in POINTWISE)
+def slice_of(node: Node) -> tuple[Node, int, int, tuple[int, ...]] | None:
+    """Return (x, dim, t, new dims) if a node is ``x`` at index t along a dim, with all other dims whole.
 
-
-def slice_of(node: Node) -> tuple[Node, int, int] | None:
-    """Return (x, dim, t) if a node is ``x`` at index t along a dim, with all other dims whole."""
+    new dims: where the slice has dims of size 1 for a None in the brackets.
+    """
     if op(node) == "select" and calls_torch(node) and len(node.args) == 3 and is_tensor(node.args[0]):
         return _at(*node.args)
     if node.target is not operator.getitem or not is_tensor(node.args[0]):
@@ -224,26 +208,28 @@ def assigned(node: Node) -> tuple[Node, int, int, Node] | None:
     if node.target is not operator.setitem or not all(map(is_tensor, (node.args[0], node.args[2]))):
         return None
     found = _place(node)
-    if found is None:
+    if found is None or found[3]:
         return None
-    base, dim, time = found
+    base, dim, time, _ = found
     shape, value = shape_of(base), node.args[2]
     return (base, dim, time, value) if same_sizes(shape_of(value), (*shape[:dim], *shape[dim + 1 :])) else None
 
 
-def _place(node: Node) -> tuple[Node, int, int] | None:
-    """Return (x, dim, t) if the brackets of ``x[...]`` hold one number, and for all other dims a colon."""
+def _place(node: Node) -> tuple[Node, int, int, tuple[int, ...]] | None:
+    """Return (x, dim, t, new dims) if the brackets of ``x[...]`` hold one number, colons for all other dims, and None."""
     base = node.args[0]
     entries = full_index(indices_of(node), len(shape_of(base)))
-    numbers = [d for d, e in enumerate(entries) if isinstance(e, int) and not isinstance(e, bool)]
-    whole = [d for d, e in enumerate(entries) if isinstance(e, slice) and e == slice(None)]
-    if len(numbers) != 1 or not len(numbers) + len(whole) == len(entries) == len(shape_of(base)):
+    own = [e for e in entries if e is not None]
+    numbers = [d for d, e in enumerate(own) if isinstance(e, int) and not isinstance(e, bool)]
+    whole = [d for d, e in enumerate(own) if isinstance(e, slice) and e == slice(None)]
+    if len(numbers) != 1 or not len(numbers) + len(whole) == len(own) == len(shape_of(base)):
         return None
-    return _at(base, numbers[0], entries[numbers[0]])
+    kept = [e for e in entries if not isinstance(e, int)]
+    return _at(base, numbers[0], own[numbers[0]], tuple(d for d, e in enumerate(kept) if e is None))
 
 
-def _at(base: Node, dim: Any, time: Any) -> tuple[Node, int, int] | None:
+def _at(base: Node, dim: Any, time: Any, new_dims: tuple[int, ...] = ()) -> tuple[Node, int, int, tuple[int, ...]] | None:
     sizes = shape_of(base)
     if not isinstance(dim, int) or not isinstance(time, int) or not isinstance(sizes[dim], int):
         return None
-    return base, dim % len(sizes), time % sizes[dim]
+    return base, dim % len(sizes), time % sizes[dim], new_dims

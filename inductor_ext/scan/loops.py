@@ -2,15 +2,17 @@
 
     for t in range(length):
         h = a[:, t] * h + x[:, t]
-        out[:, t] = h.to(out.dtype)          # or outs.append(h), and after the loop torch.stack(outs, 1)
+        out[:, t] = h.to(out.dtype)          # or outs.append(h @ c[:, t, :, None]), and after the loop torch.stack(outs, 1)
 
 Dynamo unrolls the loop, and its steps would run one after the other. The states h are the scan of the sequences a and x,
 whose elements may be expressions (elements.py). What is assembled of elements of one sequence at all times (assembled.py)
-becomes that sequence. The other states are read from the scan one by one, and if there are many of them, the loop stays.
+becomes that sequence, computed for all times at once (over_time.py). The other states are read from the scan one by one, and
+if there are many of them, the loop stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,14 +20,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import called, cone, same_shape, shape_of, value_of
+from ..core.fx import called, cone, requires_grad, same_shape, shape_of, value_of
 from ..core.report import record, user_line
 from ..core.terms import binary, calls_torch, is_tensor, op
 from ..core.writes import Writes
 from ..options import Options
+from ..torch_api.sizes import size_hint
 from .assembled import assembled_of, put_together
 from .associative import runs_triton
-from .elements import CASTS, Elements, is_pointwise, slice_of
+from .elements import Elements, slice_of
+from .over_time import CASTS, is_pointwise, over_time
 from .recurrence import recurrence
 
 NAME = "time_loops"
@@ -33,6 +37,9 @@ NAME = "time_loops"
 FEWEST_STEPS = 8
 #: The most states that are read one by one. The gradient of each is a tensor of all times.
 MOST_READS = 4
+#: How much memory the states may take that only the scan keeps, as a multiple of what they are computed from. If a gradient
+#: is needed, the loop keeps them too.
+MOST_MEMORY = 4
 
 
 @dataclass(frozen=True)
@@ -175,12 +182,21 @@ class _Loop:
         if isinstance(self.first.a, float | int) and abs(self.first.a) > 1:
             # In a scan they are multiplied with each other, and infinity times zero is no number.
             raise _NotAScan("the powers of its factor may be infinite")
+        if not requires_grad(first) and self._memory(first) * len(self.times) > MOST_MEMORY * sum(
+            map(self._memory, self.inputs)
+        ):
+            raise _NotAScan("no gradient is needed, and its states of all times take much more memory than its operands")
         if any(node in writes.in_other_modes for node in self.inside):
             raise _NotAScan("a part of it is computed without a gradient, or in a region of autocast")
         if any(writes.after(node) for node in self.inside):
             raise _NotAScan("its states or operands are changed in place")
         if writes.during(self.inputs, min(self.inside), self.last.state):
             raise _NotAScan("a tensor that it reads is changed in the loop")
+
+    @staticmethod
+    def _memory(node: Node) -> int:
+        """The bytes of a tensor. A size that depends on data counts as one."""
+        return value_of(node).element_size() * math.prod(size_hint(n) or 1 for n in shape_of(node))
 
     def scan(self) -> Node:
         """Insert the scan where the loop begins."""
@@ -189,10 +205,10 @@ class _Loop:
         before = step.product.args[step.at]
         with step.state.graph.inserting_before(step.state):
             insert, made = Inserter(step.state.graph, step.state), {}
-            x = elements.aligned(step.sequences[1], len(shape_of(step.x)), len(shape), self.times, insert, made)
+            x = elements.aligned(step.sequences[1], len(shape) - len(shape_of(step.x)), self.times, insert, made)
             a = step.a
             if isinstance(a, Node):
-                a = elements.aligned(step.sequences[0], len(shape_of(a)), len(shape), self.times, insert, made)
+                a = elements.aligned(step.sequences[0], len(shape) - len(shape_of(a)), self.times, insert, made)
             dtype = value_of(step.state).dtype
             factor, added, start = (value_of(n) if isinstance(n, Node) else n for n in (a, x, before))
             arguments = a, x, before, self.reverse, dtype
@@ -245,15 +261,19 @@ class _Plan:
         _erase(self.results | self.gone | self.inside | {a.result for a in self.assembled})
 
     def _derived(self) -> dict[Node, None]:
-        """Return what is computed from the states element by element, in the graph's order, without the states."""
-        found: dict[Node, None] = {}
-        pending = [state for loop in self.loops for state in loop.states]
+        """Return what may be computed from the states of all times at once, in the graph's order, without the states."""
+        states = [state for loop in self.loops for state in loop.states]
+        found, pending = dict.fromkeys(states), [*states]
+
+        def has_time(node: Node) -> bool:
+            return node in found or self.elements.of(node).time is not None
+
         while pending:
             for user in pending.pop().users:
-                if user not in found and user not in self.inside and is_pointwise(user):
+                if user not in found and user not in self.inside and over_time(user, has_time) is not None:
                     found[user] = None
                     pending.append(user)
-        return dict.fromkeys(sorted(found))
+        return dict.fromkeys(sorted(found.keys() - set(states)))
 
     def _only_for(self, node: Node, ends: set[Node]) -> bool:
         """Whether a node is used only by these ends, directly or through what is derived from states."""

@@ -158,6 +158,36 @@ def beside_autocast(a, x, h):
         return y.exp()
 
 
+def as_in_mamba(a, x, h):
+    """The states have one dim more than what is read of them, by a matrix product and an index (transformers' Mamba)."""
+    n = torch.arange(1.0, 4.0, device=a.device)
+    factors, added = torch.exp(-a.mT[..., None] * n), x.mT[..., None] * torch.cos(n)
+    c, state, outs = torch.sin(a[:, :, :3] * n), h[..., None] * n, []
+    for t in range(x.shape[1]):
+        state = factors[:, :, t] * state + added[:, :, t]
+        y = torch.matmul(state.to(x.dtype), c[:, t, :].unsqueeze(-1))
+        outs.append(y[:, :, 0])
+    return torch.stack(outs, dim=-1), state
+
+
+def read_by_einsum(a, x, h):
+    """The same, as in the reference of mamba_ssm, with x and the gate of a head spread in the loop."""
+    c, state, outs = torch.sin(a[:, :, :3]), torch.stack([h, h * 2, h * 3], -1), []
+    for t in range(x.shape[1]):
+        state = a[:, t, :, None] * state + torch.sigmoid(x[:, t]).unsqueeze(-1)
+        outs.append(torch.einsum("bdn, bn -> bd", state, c[:, t, :]))
+    return torch.stack(outs, 2)
+
+
+def read_by_sums(a, x, h):
+    a, w, bias, outs, sums = a.mean(-1), torch.outer(h[0], h[1]), h.mean(0) + 1, [], []
+    for t in reversed(range(x.shape[1])):
+        h = a[None, :, t, None].squeeze(0) * h + x[:, t]
+        outs.append(torch.nn.functional.linear(h, w, bias) + (w @ h.unsqueeze(-1)).squeeze(-1))
+        sums.append((h[:, None] * x[:, t, :, None]).sum(dim=(1, -1)) + (h * h).sum(1))
+    return torch.stack(outs, 1), torch.stack(sums)
+
+
 #: The loops that are scans, and how many each program has.
 SCANS = {
     as_in_recurrent_gemma: 1,
@@ -176,4 +206,7 @@ SCANS = {
     of_other_strides: 1,
     of_all_results: 3,
     beside_autocast: 1,
+    as_in_mamba: 1,
+    read_by_einsum: 1,
+    read_by_sums: 1,
 }

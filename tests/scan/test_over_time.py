@@ -1,0 +1,128 @@
+"""What a loop over time computes of its states, by ops of each kind, is computed for all times at once."""
+
+import pytest
+import torch
+
+from inductor_ext.core.report import collect
+from tests.support.interpreter import triton_on_cpu
+
+from .test_loops import compiled, operands, relative_error, results_and_gradients
+
+#: Of a state h [B, D], an element c [B, D] of another sequence, and w [D, D], which is the same at all times.
+AT_ONCE = {
+    "unsqueeze": lambda h, c, w: h.unsqueeze(1) * c.unsqueeze(-1),
+    "unsqueeze_of_the_last": lambda h, c, w: torch.unsqueeze(h, -1) + w,
+    "squeeze": lambda h, c, w: h[:, None].squeeze(1) - h[..., None].squeeze(-1) * c,
+    "select": lambda h, c, w: h.select(1, 2) * torch.select(h, -1, 0),
+    "index": lambda h, c, w: h[:, 1, None] * h[..., 2:] + h[:, :3] * c[:, :1],
+    "sum": lambda h, c, w: (h * c).sum(1, keepdim=True) * torch.sum(h, dim=(0, 1)),
+    "mean": lambda h, c, w: h.mean(-1) + (h * c).mean([0, 1], dtype=torch.float64).to(h.dtype),
+    "matmul_of_a_matrix": lambda h, c, w: h @ w + torch.matmul(w, h.unsqueeze(-1)).squeeze(-1),
+    "matmul_of_elements": lambda h, c, w: torch.bmm(h.unsqueeze(1), c.unsqueeze(2)) @ c.unsqueeze(1),
+    "matmul_of_other_ranks": lambda h, c, w: h.unsqueeze(1).unsqueeze(1) @ c[:1].unsqueeze(-1),
+    "matmul_of_states": lambda h, c, w: h.unsqueeze(2) @ h.unsqueeze(1),
+    "linear": lambda h, c, w: torch.nn.functional.linear(h, w, w.mean(0)),
+    "einsum": lambda h, c, w: torch.einsum("bd, be -> bde", h, c),
+    "einsum_of_a_matrix": lambda h, c, w: torch.einsum("td,be,de->tb", [h, c, w]),
+}
+#: What is not computed for all times at once.
+ONE_BY_ONE = {
+    "squeeze_of_all": lambda h, c, w: h[:, None].squeeze(),
+    "sum_of_all": lambda h, c, w: (h * c).sum(),
+    "transpose": lambda h, c, w: h.transpose(0, 1),
+    "einsum_without_a_result": lambda h, c, w: torch.einsum("bd,be", h, c),
+    "einsum_with_an_ellipsis": lambda h, c, w: torch.einsum("...d,...d->...", h, c),
+    "matmul_of_matrices": lambda h, c, w: h[:, None] @ torch.stack([w, w * 2]),
+    "matmul_of_a_vector": lambda h, c, w: h @ w[0],
+    "index_by_a_tensor": lambda h, c, w: h[:, w.argmax(1)],
+    "linear_of_an_element": lambda h, c, w: torch.nn.functional.linear(w, c, h[0, :2]),
+}
+
+
+def loop(read):
+    def function(a, x, h):
+        w, outs = torch.cos(a[0].mT @ x[1]), []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(read(h, a[:, t], w))
+        return torch.stack(outs)
+
+    return function
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_of_all_times_at_once(name):
+    tensors = operands(length=8)
+    (results, grads), decisions = compiled(loop(AT_ONCE[name]), tensors, "cpu")
+    assert [d.path for d in decisions] == ["scan"]
+    want_results, want_grads = results_and_gradients(loop(AT_ONCE[name]), [t.double() for t in tensors])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert got.shape == want.shape and relative_error(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_one_by_one(name):
+    tensors = operands(length=8)
+    (results, grads), decisions = compiled(loop(ONE_BY_ONE[name]), tensors, "cpu")
+    assert [(d.path, d.why) for d in decisions] == [("stock", "8 of its states are used one by one")]
+    want_results, want_grads = results_and_gradients(loop(ONE_BY_ONE[name]), [t.double() for t in tensors])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert got.shape == want.shape and relative_error(got, want) < 1e-6
+
+
+def test_an_operand_of_another_time():
+    def function(a, x, h):
+        outs = []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(torch.einsum("bd,bd->b", h, a[:, t - 1]))
+        return torch.stack(outs)
+
+    tensors = operands(length=8)
+    (results, _), decisions = compiled(function, tensors, "cpu")
+    assert [d.path for d in decisions] == ["stock"]
+    assert relative_error(results[0], function(*[t.double() for t in tensors])) < 1e-6
+
+
+@pytest.mark.parametrize(("gradient", "path"), [(True, "scan"), (False, "stock")])
+def test_memory_that_only_the_scan_needs(gradient, path):
+    """The states of linear attention are D times larger than what they are computed from, and only a gradient needs them all."""
+
+    def function(a, x, h):
+        state, outs = h[..., None] * h[:, None], []
+        for t in range(x.shape[1]):
+            state = 0.9 * state + a[:, t, :, None] * x[:, t, None]
+            outs.append((state @ x[:, t, :, None]).squeeze(-1))
+        return torch.stack(outs, 1)
+
+    tensors = [torch.randn(2, 8, 64, requires_grad=gradient) for _ in range(2)] + [torch.randn(2, 64)]
+    torch._dynamo.reset()
+    with collect() as report, triton_on_cpu():
+        result = torch.compile(function, backend="gradfuse", fullgraph=True)(*tensors)
+    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == [path]
+    assert relative_error(result.detach(), function(*[t.detach().double() for t in tensors])) < 1e-6
+
+
+def test_transformers_mamba(monkeypatch):
+    """The loop that transformers' Mamba has wherever it does not use associative_scan."""
+    pytest.importorskip("transformers")
+    from transformers import MambaConfig, MambaModel
+    from transformers.models.mamba import modeling_mamba
+
+    monkeypatch.setattr(modeling_mamba, "is_torchdynamo_exporting", lambda: True)
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=10, state_size=4)
+    mixer, x = MambaModel(config).layers[0].mixer.train(), torch.randn(2, 12, 16)
+
+    def results(run, x):
+        mixer.zero_grad()
+        y = run(x)
+        y.square().mean().backward()
+        return [y.detach(), *(p.grad.clone() for p in mixer.parameters())]
+
+    torch._dynamo.reset()
+    with collect() as report, triton_on_cpu():
+        found = results(torch.compile(mixer, backend="gradfuse"), x)
+    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == ["scan"]
+    exact = results(mixer.double(), x.double())
+    assert max(relative_error(got, want) for got, want in zip(found, exact, strict=True)) < 1e-6
