@@ -74,8 +74,8 @@ THREADS = textwrap.dedent(
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_threads_that_compile_at_once(where, what):
-    """Finding G6: this did not end within 150 s."""
-    assert "done" in small.run_script(THREADS, where, what, seconds=150)
+    """Finding G6: this did not end. Alone it takes 30 s, and beside a test on every core more than 150."""
+    assert "done" in small.run_script(THREADS, where, what, seconds=400)
 
 
 def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
@@ -105,7 +105,7 @@ def test_a_compiled_function_called_while_a_backward_compiles(device, alike):
             small.check(layer, torch.compile(layer, backend=backend), *small.inputs(device))
         finally:
             stop.set()
-            thread.join(timeout=60)
+            thread.join(timeout=150)
         assert len(calls) > 10
         assert not errors, errors
 

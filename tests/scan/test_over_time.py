@@ -1,10 +1,12 @@
 """What a loop over time computes of its states, by ops of each kind, is computed for all times at once."""
 
+import contextlib
+
 import pytest
 import torch
 
 from inductor_ext.core.report import collect
-from tests.support.interpreter import triton_on_cpu
+from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .test_loops import compiled, operands, relative_error, results_and_gradients
 
@@ -103,13 +105,17 @@ def test_memory_that_only_the_scan_needs(gradient, path):
     assert relative_error(result.detach(), function(*[t.detach().double() for t in tensors])) < 1e-6
 
 
-def test_transformers_mamba(monkeypatch):
-    """The loop that transformers' Mamba has wherever it does not use associative_scan."""
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exporting", [True, False])
+def test_transformers_mamba(device, exporting, monkeypatch):
+    """If it believes that it is exported, as with torch 2.11, it has a loop; if not, associative_scan, but not on a CPU."""
     pytest.importorskip("transformers")
+    if device == "interpreter" and not exporting:
+        pytest.skip("on a CPU it has neither")
     from transformers import MambaConfig, MambaModel
     from transformers.models.mamba import modeling_mamba
 
-    monkeypatch.setattr(modeling_mamba, "is_torchdynamo_exporting", lambda: True)
+    monkeypatch.setattr(modeling_mamba, "is_torchdynamo_exporting", lambda: exporting)
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=10, state_size=4)
     mixer, x = MambaModel(config).layers[0].mixer.train(), torch.randn(2, 12, 16)
@@ -118,11 +124,15 @@ def test_transformers_mamba(monkeypatch):
         mixer.zero_grad()
         y = run(x)
         y.square().mean().backward()
-        return [y.detach(), *(p.grad.clone() for p in mixer.parameters())]
+        return [y.detach().cpu(), *(p.grad.cpu() for p in mixer.parameters())]
 
     torch._dynamo.reset()
-    with collect() as report, triton_on_cpu():
-        found = results(torch.compile(mixer, backend="gradfuse"), x)
-    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == ["scan"]
-    exact = results(mixer.double(), x.double())
-    assert max(relative_error(got, want) for got, want in zip(found, exact, strict=True)) < 1e-6
+    mixer.to(device if device == "cuda" else "cpu")
+    with collect() as report, triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        found = results(torch.compile(mixer, backend="gradfuse"), x.to(next(mixer.parameters()).device))
+    paths = {d.path for d in report.decisions if d.pass_name == ("time_loops" if exporting else "scans")}
+    assert paths and "stock" not in paths
+    exact = results(mixer.double().cpu(), x.double())
+    assert max(relative_error(got, want) for got, want in zip(found, exact, strict=True)) < (
+        2e-6 if device == "cuda" else 1e-6
+    )
