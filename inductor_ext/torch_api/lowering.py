@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ import torch._inductor.config as inductor_config
 import torch._inductor.decomposition as _decomposition
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.scan import scan_op
+from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
+from torch._ops import OpOverload
 
 __all__ = ["PointwiseSubgraphLowering", "V", "empty", "empty_strided", "lowerings", "ops"]
 
@@ -74,6 +76,33 @@ def masks_in_registers() -> Iterator[None]:
         yield
     finally:
         TritonKernelOverrides.masked = staticmethod(stock)
+
+
+@contextlib.contextmanager
+def rows_kept(kernels: Container[Any]) -> Iterator[None]:
+    """Keep Inductor from storing what these ops read with dim 1 innermost, as it stores 4-D tensors between convolutions.
+
+    Their kernels load rows, so each would need a copy, or load single elements (a scan of Mamba took four times as long).
+    """
+    stock = GraphLowering.find_nodes_prefer_channels_last
+
+    def found(self: Any) -> Any:
+        read, nodes = set(), stock(self)
+        for node in reversed(self.module.graph.nodes):
+            if any(user.target in kernels or (user in read and _is_view(user)) for user in node.users):
+                read.add(node)
+        return nodes - read
+
+    GraphLowering.find_nodes_prefer_channels_last = found
+    try:
+        yield
+    finally:
+        GraphLowering.find_nodes_prefer_channels_last = stock
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether the result of a node is a view of its operand."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 @contextlib.contextmanager

@@ -86,6 +86,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._inductor.custom_graph_pass", "config", "CustomGraphPass"),
     *_of("torch._inductor.decomposition", "lowering", "decompositions", "fast_random_decomps"),
     *_of("torch._inductor.decomposition", "tracing", "select_decomp_table"),
+    *_of("torch._inductor.graph", "lowering", "GraphLowering.find_nodes_prefer_channels_last"),
     *_of(
         "torch._inductor.ir",
         "ir, template",
@@ -123,7 +124,8 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._inductor.virtualized", "higher_order, ir, lowering, sizes, template", "V"),
     *_of("torch._inductor.virtualized", "lowering", "ops"),
     *_of("torch._logging._internal", "tracing", "trace_log", "trace_structured"),
-    *_of("torch._ops", "graph", "HigherOrderOperator", "OpOverload"),
+    *_of("torch._ops", "graph", "HigherOrderOperator"),
+    *_of("torch._ops", "graph, lowering", "OpOverload"),
     *_of("torch._subclasses.fake_tensor", "frontend, graph", "FakeTensor"),
     *_of("torch.compiler", "tracing", "_is_compiling_flag"),
     *_of("torch.fx.experimental.proxy_tensor", "tracing", "get_proxy_mode", "make_fx"),
