@@ -39,20 +39,22 @@ def some_rows(b, h, q, k):
 class Attention:
     """An attention. score_mod: of two captured tensors, [H, S] and [H]. after: what follows it in the graph.
 
-    block: the queries and keys of a block of the mask.
+    block: the queries and keys of a block of the mask. factor: what products of queries and keys are multiplied with.
     """
 
     mask: object = None
     score_mod: object = lambda t, scale: None
     after: object = lambda out: out
     block: int = 128
+    factor: float | None = None
 
     def function(self, device, queries, keys, table, scale, **options):
         mask = None if self.mask is None else create_block_mask(self.mask, None, None, queries, keys, device, self.block)
 
         def run(q, k, v):
             grouped = q.shape[1] != k.shape[1]
-            out = flex_attention(q, k, v, self.score_mod(table, scale), mask, enable_gqa=grouped, kernel_options=options)
+            score_mod = self.score_mod(table, scale)
+            out = flex_attention(q, k, v, score_mod, mask, self.factor, enable_gqa=grouped, kernel_options=options)
             return self.after(out)
 
         return run
@@ -61,7 +63,7 @@ class Attention:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         b, h, i, j = (torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2]))
         place = b[:, None, None, None], h[:, None, None], i[:, None], j[None, :]
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if self.factor is None else self.factor)
         score_mod = self.score_mod(table, scale)
         scores = scores if score_mod is None else score_mod(scores, *place)
         scores = scores if self.mask is None else scores.masked_fill(~self.mask(*place), -math.inf)
@@ -74,6 +76,7 @@ TAKEN = {
     "window": Attention(window),
     "some_rows": Attention(some_rows),
     "large_blocks": Attention(causal, block=256),
+    "a_negative_scale": Attention(causal, factor=-0.2),
     "query": Attention(causal, lambda t, _: lambda s, b, h, q, k: s * t[h, q]),
     "query_and_key": Attention(None, lambda t, _: lambda s, b, h, q, k: s * t[h, q] + t[h, k]),
     "head": Attention(window, lambda _, t: lambda s, b, h, q, k: s * t[h] - t[h] * (q - k).abs() / 64),
