@@ -133,5 +133,5 @@ def put_together(assembled: Assembled, times: range, elements: Elements) -> None
         if is_returned(tensor):
             # The caller may change it. The states may be needed unchanged, and other results may be made of them.
             whole = insert.function(torch.ops.gradfuse.copied.default, whole, False)
+        insert.take_place(tensor, whole, lambda user: user not in assembled.assignments)
     elements.replaced(tensor, whole)
-    tensor.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in assembled.assignments)

@@ -78,9 +78,12 @@ class Elements:
         return number
 
     def forget(self, nodes: Iterable[Node]) -> None:
-        """Read these nodes anew."""
+        """Read these nodes anew, in the graph's order, so that each is read from a few operands that are known."""
+        nodes = sorted(nodes)
         for node in nodes:
             self._known.pop(node, None)
+        for node in nodes:
+            self.of(node)
 
     def replaced(self, old: Node, new: Node) -> None:
         """Say that a tensor has taken the place of another one."""

@@ -222,8 +222,8 @@ class _Plan:
         self.loops, self.elements = sorted(loops, key=lambda loop: loop.first.state), elements
         self.inside = set().union(*(loop.inside for loop in loops))
         self.derived = self._derived()
-        elements.forget(self.derived)
         self.numbers = {elements.states(loop.states): loop for loop in self.loops}
+        elements.forget(self.derived)
         times = {number: loop.times for number, loop in self.numbers.items()}
         states = [state for loop in self.loops for state in loop.states]
         self.assembled = assembled_of(states, self.derived, times, elements)
@@ -298,7 +298,7 @@ class _Plan:
             insert = Inserter(state.graph, state)
             own = insert.method("select", self.elements.scans[number], 0, loop.states[state] - loop.times.start)
             own = insert.function(torch.ops.gradfuse.copied.default, own)
-        state.replace_all_uses_with(own, delete_user_cb=lambda user: user not in loop.inside)
+            insert.take_place(state, own, lambda user: user not in loop.inside)
 
 
 def _erase(nodes: set[Node]) -> None:

@@ -53,7 +53,7 @@ def is_pointwise(node: Node) -> bool:
 def over_time(node: Node, has_time: Callable[[Node], bool]) -> Call | None:
     """Return the op of all times, or None if it is not known. has_time: whether an operand differs between the times."""
     if is_pointwise(node):
-        return _aligned(node, node.target)
+        return _aligned(node, node.target) if _keeps_dtype(node) else None
     if not _is_plain(node):
         return None
     if node.target is operator.getitem:
@@ -65,7 +65,7 @@ def over_time(node: Node, has_time: Callable[[Node], bool]) -> Call | None:
         # A matrix that is the same at all times is not copied for each time, but several would be.
         simple = all(rank >= 2 and (rank == 2 or has_time(x)) for x, rank in ranks.items())
         return _aligned(node, torch.matmul) if simple else None
-    if op(node) == "linear" and not node.kwargs and not any(map(has_time, node.all_input_nodes[1:])):
+    if op(node) == "linear" and not node.kwargs and not any(isinstance(x, Node) and has_time(x) for x in node.args[1:]):
         return Call(node.target, node.args, {}, dict.fromkeys(node.all_input_nodes, 0))
     return _einsum(node, has_time) if op(node) == "einsum" else None
 
@@ -74,7 +74,15 @@ def _is_plain(node: Node) -> bool:
     """Whether a node computes one tensor of tensors on its own device, and writes to none."""
     if not is_tensor(node) or not calls_torch(node) or changes_in_place(node) or not node.all_input_nodes:
         return False
+    if value_of(node).is_complex():
+        return False
     return all(is_tensor(x) and value_of(x).device == value_of(node).device for x in node.all_input_nodes)
+
+
+def _keeps_dtype(node: Node) -> bool:
+    """Whether the result of all times has the same dtype. Beside other tensors, one without dims does not decide it."""
+    values = [value_of(x) for x in node.all_input_nodes]
+    return len({x.dtype for x in values}) == 1 or all(x.dim() for x in values)
 
 
 def _aligned(node: Node, target: Callable[..., Any] | str) -> Call:
@@ -100,6 +108,9 @@ def _of_a_dim(node: Node) -> Call | None:
     if not plain or dims in ([], ()) or len(node.all_input_nodes) != 1 or not node.args or not is_tensor(node.args[0]):
         return None
     if not kwargs.keys() <= {"keepdim", "dtype", "index"}:
+        return None
+    if not shape_of(node.args[0]) and op(node) != "unsqueeze":
+        # Of a number, dim 0 and dim -1 are allowed. Of all times, dim -1 would be the time.
         return None
     moved = [d + 1 if d >= 0 else d for d in (dims if several else (dims,))]
     args = (node.args[0], moved if several else moved[0], *node.args[2:])

@@ -1,5 +1,7 @@
 """Linear recurrences in a Python loop over time, which become a scan, and loops that stay as they are."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -208,19 +210,29 @@ def test_on_a_cpu_the_loop_stays():
 
 
 @INTERPRETED
-def test_a_long_loop_is_read_without_recursion():
-    """A chain of element-wise ops is deeper than Python's recursion goes."""
+def deep_before(a, x, h):
+    for _ in range(1200):
+        h = (h * 1.0001).tanh()
+    return last_state(a, x, h)
 
-    def function(a, x, h):
-        for _ in range(1200):
-            h = (h * 1.0001).tanh()
-        return last_state(a, x, h)
+
+def deep_behind(a, x, h):
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+    for _ in range(1200):
+        h = (h * 1.0001).tanh()
+    return torch.stack([h, -h])
+
+
+@pytest.mark.parametrize(("function", "path"), [(deep_before, "stock"), (deep_behind, "scan")])
+def test_a_long_chain_is_read_without_recursion(function, path):
+    """A chain of element-wise ops is deeper than Python's recursion goes."""
 
     def backend(gm, inputs):
         loops.rewrite(gm, Options())
         return gm
 
     torch._dynamo.reset()
-    with collect() as report:
+    with collect() as report, contextlib.nullcontext() if path == "stock" else triton_on_cpu():
         torch.compile(function, backend=backend, dynamic=False)(*operands())
-    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == ["stock"]
+    assert [d.path for d in report.decisions if d.pass_name == "time_loops"] == [path]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inductor_ext.core.report import collect
+from inductor_ext.torch_api.higher_order import associative_scan_hop
 from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .test_loops import compiled, operands, relative_error, results_and_gradients
@@ -70,6 +71,102 @@ def test_one_by_one(name):
     want_results, want_grads = results_and_gradients(loop(ONE_BY_ONE[name]), [t.double() for t in tensors])
     for got, want in zip(results + grads, want_results + want_grads, strict=True):
         assert got.shape == want.shape and relative_error(got, want) < 1e-6
+
+
+def numbers_of_a_time(a, x, h):
+    """The states have no dim."""
+    a, x, h, outs = a[0, :, 0], x[0, :, 0], h[0, 0], []
+    for t in range(x.shape[0]):
+        h = a[t] * h + x[t]
+        outs.append(h.mean(-1) + h[None].sum(0))
+    return torch.stack(outs) * x
+
+
+def numbers_of_several_dims(a, x, h):
+    a, x, h, outs = a[0], x[0], h[0], []
+    for t in range(x.shape[0]):
+        h = a[t] * h + x[t]
+        outs.append((h * x[t]).sum(-1).squeeze(0).sum((0,)))
+    return torch.stack(outs) * a[:, 0]
+
+
+def numbers_of_another_integer_dtype(a, x, h):
+    """In eager mode int8 + a number of int32 is int8, and wraps."""
+    counts, outs = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) * 60, []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(((h * 8).to(torch.int8) + counts[t]).float() * h)
+    return torch.stack(outs, 1)
+
+
+def numbers_of_another_floating_dtype(a, x, h):
+    w, scale, outs = torch.cos(a.mean(1).mT @ x.mean(1)), torch.linspace(0.5, 1, x.shape[1], dtype=torch.float64), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(torch.nn.functional.linear(h * scale[t].to(h.device), w.to(h.dtype)))
+    return torch.stack(outs, 1)
+
+
+def linear_of_itself(a, x, h):
+    outs = []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append(torch.nn.functional.linear(h, h))
+    return torch.stack(outs, 1)
+
+
+def complex_in_between(a, x, h):
+    c, outs = a.to(torch.complex128 if a.dtype is torch.float64 else torch.complex64) * (1 + 2j), []
+    for t in range(x.shape[1]):
+        h = a[:, t] * h + x[:, t]
+        outs.append((h.to(c.dtype) * c[:, t]).sum(1))
+    return torch.view_as_real(torch.stack(outs))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        numbers_of_a_time,
+        numbers_of_several_dims,
+        numbers_of_another_integer_dtype,
+        numbers_of_another_floating_dtype,
+        linear_of_itself,
+        complex_in_between,
+    ],
+)
+def test_programs_that_went_wrong(function):
+    tensors = operands(length=9)
+    (results, grads), decisions = compiled(function, tensors, "cpu")
+    assert len(decisions) == 1
+    want_results, want_grads = results_and_gradients(function, [t.double() for t in tensors])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert got.shape == want.shape and relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("read", ["stack", "last state"])
+def test_views_of_what_is_replaced(read):
+    """A later pass must see that the caller can change them, and not keep them for the backward."""
+
+    def function(a, x, h):
+        outs = []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(h)
+        y, u = (torch.stack(outs), x.transpose(0, 1)) if read == "stack" else (h, x[:, 0])
+        scanned = associative_scan_hop(lambda a, b, c, d: [a * c, b * c + d], [y.flip([0]), u.flip([0])], ())
+        return scanned[1].flip([0]).sin(), y[:, 1:], torch.stack(outs, 1).sum(1)
+
+    grads = []
+    for change in (False, True):
+        tensors = [t.requires_grad_() for t in operands(length=9)]
+        torch._dynamo.reset()
+        with triton_on_cpu():
+            first, view, _ = torch.compile(function, backend="gradfuse", fullgraph=True)(*tensors)
+            if change:
+                with torch.no_grad():
+                    view.zero_()
+            grads.append(torch.autograd.grad(first.sum(), tensors))
+    assert all(torch.equal(changed, kept) for kept, changed in zip(*grads, strict=True))
 
 
 def test_an_operand_of_another_time():
