@@ -1,4 +1,4 @@
-"""The factor of the scores: the forward may take the maximum before it multiplies with a positive one only."""
+"""The factor of the scores. A kernel may take the maximum before it multiplies with it only if the factor is positive."""
 
 import contextlib
 
