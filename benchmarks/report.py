@@ -185,6 +185,7 @@ def _fired(counts: dict[str, int]) -> str:
         "hoisting",
         "mlstm_pattern",
         "time_loops",
+        "scans",
         "scatters",
         "gathers",
         "casts",
