@@ -182,10 +182,11 @@ def test_lengths_that_may_change(tmp_path):
 
 
 @OFFLINE
-def test_equal_scores_are_equally_probable(tmp_path):
-    """The product of a score and log2(e) is rounded before the maximum is subtracted: of -1e30 the rest is 6e21."""
+@pytest.mark.parametrize("name", ["hidden_by_numbers", "query_and_key"])
+def test_equal_scores_are_equally_probable(name, tmp_path):
+    """The maximum is subtracted before the product with log2(e): of the exact product of -1e30 a rest of 6e21 would stay."""
     with Builder(tmp_path) as builder:
-        ptx = builder.build(source(TAKEN["hidden_by_numbers"]), 90, 4, 1).ptx
+        ptx = builder.build(source(TAKEN[name]), 90, 4, 1).ptx
     products = [line for line in ptx.splitlines() if "0f3FB8AA3B" in line]
     assert products and all("mul" in line or "mov" in line for line in products)
 

@@ -37,3 +37,27 @@ def test_scale(scale, masked, device):
     for x, y in zip(got, want, strict=True):
         error = (x - y).norm() / max(y.norm(), 1e-3) if scale == 0 else relative_error(x, y)
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("hidden", [-1e4, -1e9, -1e10, -1e12, -1e30])
+def test_keys_that_are_hidden_by_a_table(hidden, dim, device):
+    """The first keys are hidden for all queries, as by padding, and all keys for some queries."""
+    where, length = ("cuda", 1100) if device == "cuda" else ("cpu", 130)
+    torch.manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    q, k, v = inputs = [torch.randn(2, 2, length, dim).to(where, dtype).requires_grad_() for _ in range(3)]
+    keys, queries = torch.zeros(2, length, device=where), torch.zeros(2, length, device=where)
+    keys[0, : length // 2], queries[1, :40] = hidden, hidden
+    function = lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + keys[b, j] + queries[b, i])  # noqa: E731
+    torch._dynamo.reset()
+    with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        out = torch.compile(function, backend="gradfuse")(*inputs)
+        grads = torch.autograd.grad(out[0].float().square().sum(), inputs)
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in inputs]
+    scores = q.float() @ k.float().mT / dim**0.5 + keys[:, None, None] + queries[:, None, :, None]
+    assert relative_error(out, scores.double().softmax(-1) @ v) < (2e-3 if device == "cuda" else 1e-5)
+    wants = ((q @ k.mT / dim**0.5 + keys[:, None, None].double()).softmax(-1) @ v)[0].square().sum()
+    for got, want in zip(grads, torch.autograd.grad(wants, exact), strict=True):
+        assert relative_error(got[0], want[0]) < (4e-3 if device == "cuda" else 1e-5)
