@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..torch_api.frontend import saved_tensors_hooks_disabled
-from ..torch_api.graph import pytree, storage_of
+from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
 from ..torch_api.sizes import statically_known_true
 from .fx import value_of, value_or_none
@@ -56,24 +56,13 @@ class Inserter:
         return self._with_value(new, target) if node.op in ("call_function", "call_method") else new
 
     def take_place(self, old: Node, new: Node, of: Callable[[Node], bool]) -> None:
-        """Let those users of ``old`` for which ``of`` holds use ``new``, and give views of it values that share its memory.
+        """Let those users of ``old`` for which ``of`` holds use ``new``, which has its shape, dtype and strides.
 
-        By these values passes see what memory is returned, and what is written to.
+        ``new`` also gets its value. The values of views still share memory with that, and by this memory passes see what is
+        returned.
         """
         old.replace_all_uses_with(new, delete_user_cb=of)
-        self._share(new, storage_of(value_of(old)))
-
-    def _share(self, node: Node, before: Any) -> None:
-        """Compute the values of the users that are in the storage ``before``, where the value of ``node`` was."""
-        for user in node.users:
-            leaves = [x for x in pytree.tree_leaves(value_or_none(user)) if isinstance(x, torch.Tensor)]
-            if user.op not in ("call_function", "call_method") or not any(storage_of(x) == before for x in leaves):
-                continue
-            target = getattr(torch.Tensor, user.target) if user.op == "call_method" else user.target
-            args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), value_or_none)
-            with torch.set_grad_enabled(any(x.requires_grad for x in leaves)):
-                self._valued(user, lambda target=target, args=args, kwargs=kwargs: target(*args, **kwargs))
-            self._share(user, before)
+        new.meta["example_value"] = value_of(old)
 
     def _with_size_nodes(self, arguments: Any) -> Any:
         """Return arguments in which nodes stand for symbolic sizes, as Dynamo traces them."""

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from inductor_ext.core.report import collect
 from inductor_ext.torch_api.higher_order import associative_scan_hop
@@ -167,6 +168,47 @@ def test_views_of_what_is_replaced(read):
                     view.zero_()
             grads.append(torch.autograd.grad(first.sum(), tensors))
     assert all(torch.equal(changed, kept) for kept, changed in zip(*grads, strict=True))
+
+
+class Flattened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(2, -1, 5)
+
+
+#: Views of the states that graphs of their own return.
+VIEWS = {
+    "checkpoint": lambda y, h: checkpoint(lambda y, h: (y[:, 1:], h[0]), y, h, use_reentrant=False),
+    "autograd function": lambda y, h: (Flattened.apply(y), h.view(-1)),
+    "region of autocast": lambda y, h: (autocast_off(lambda: y.transpose(0, 1)), h),
+}
+
+
+def autocast_off(function):
+    with torch.autocast("cpu", enabled=False):
+        return function()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_in_graphs_of_their_own(view):
+    def function(a, x, h):
+        outs = []
+        for t in range(x.shape[1]):
+            h = a[:, t] * h + x[:, t]
+            outs.append(h)
+        ys, last = VIEWS[view](torch.stack(outs, 1), h)
+        return ys * 2, last.sin()
+
+    tensors = operands(length=9)
+    (results, grads), decisions = compiled(function, tensors, "cpu")
+    assert [d.path for d in decisions] == ["scan"]
+    want_results, want_grads = results_and_gradients(function, [t.double() for t in tensors])
+    for got, want in zip(results + grads, want_results + want_grads, strict=True):
+        assert got.shape == want.shape and relative_error(got, want) < 1e-6
 
 
 def test_an_operand_of_another_time():
