@@ -55,13 +55,13 @@ class Inserter:
         target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
         return self._with_value(new, target) if node.op in ("call_function", "call_method") else new
 
-    def take_place(self, old: Node, new: Node, of: Callable[[Node], bool]) -> None:
-        """Let those users of ``old`` for which ``of`` holds use ``new``, which has its shape, dtype and strides.
+    def take_place(self, old: Node, new: Node, for_user: Callable[[Node], bool]) -> None:
+        """Replace ``old`` by ``new``, of the same shape, dtype and strides, for the users for which ``for_user`` holds.
 
-        ``new`` also gets its value. The values of views still share memory with that, and by this memory passes see what is
-        returned.
+        ``new`` also gets the value of ``old``. The values of views share memory with it, and passes find out by that memory
+        what the graph returns.
         """
-        old.replace_all_uses_with(new, delete_user_cb=of)
+        old.replace_all_uses_with(new, delete_user_cb=for_user)
         new.meta["example_value"] = value_of(old)
 
     def _with_size_nodes(self, arguments: Any) -> Any:

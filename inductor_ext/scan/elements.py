@@ -77,7 +77,7 @@ class Elements:
         self._known.update({node: Element(number, time) for node, time in times.items()})
         return number
 
-    def forget(self, nodes: Iterable[Node]) -> None:
+    def read_anew(self, nodes: Iterable[Node]) -> None:
         """Read these nodes anew, in the graph's order, so that each is read from a few operands that are known."""
         nodes = sorted(nodes)
         for node in nodes:

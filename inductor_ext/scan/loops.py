@@ -223,7 +223,7 @@ class _Plan:
         self.inside = set().union(*(loop.inside for loop in loops))
         self.derived = self._derived()
         self.numbers = {elements.states(loop.states): loop for loop in self.loops}
-        elements.forget(self.derived)
+        elements.read_anew(self.derived)
         times = {number: loop.times for number, loop in self.numbers.items()}
         states = [state for loop in self.loops for state in loop.states]
         self.assembled = assembled_of(states, self.derived, times, elements)
@@ -245,7 +245,7 @@ class _Plan:
 
     def forget(self) -> None:
         """Read all states as tensors of no sequence again."""
-        self.elements.forget([*self.derived, *(state for loop in self.loops for state in loop.states)])
+        self.elements.read_anew([*self.derived, *(state for loop in self.loops for state in loop.states)])
 
     def apply(self) -> None:
         """Replace the loops."""
