@@ -87,10 +87,13 @@ def prepare(case: Any) -> Callable[[], dict[str, float]]:
 def serve(suite: str, cases: list[str], answers: IO[str]) -> None:
     """Compile the cases and say ``{}``, or why not, for each. Then answer each number on stdin by the times of that case."""
     import torch
+    import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
     torch.manual_seed(0)
     functorch_config.donated_buffer = False
+    # Cases of one process may be the same function with other sizes, which would be compiled anew for any size.
+    dynamo_config.automatic_dynamic_shapes = False
     ready = []
     for name in cases:
         try:

@@ -7,8 +7,8 @@ python -m benchmarks.models --model swin_b --smoke    # a reduced model on any d
 
 A step is forward, loss and backward, under autocast, or with parameters in bf16 for models of experts. The time is the
 median, and the peak is what a step allocates beyond parameters. Every model has a process for each peer, with an empty
-cache of its own. All processes compile at the same time, and then they are timed one after another. Last, new processes
-take a first step with these caches, again all at the same time.
+cache of its own. All processes compile at the same time, and then they are timed, one at a time on each GPU. Last, new
+processes take a first step with these caches, again all at the same time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -317,9 +318,11 @@ def _work(name: str, peer: str, smoke: bool) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _start(name: str, peer: str, smoke: bool, caches: str) -> subprocess.Popen[str]:
+def _start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> subprocess.Popen[str]:
+    """Start a worker. gpu: the number of the GPU that it sees, or "" for those that this process sees."""
     command = [sys.executable, "-m", "benchmarks.models", "--worker", "--model", name, "--peer", peer]
     pipe, own = subprocess.PIPE, os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}-{peer}"}
+    own |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True, env=own)
 
 
@@ -337,11 +340,20 @@ def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[
 
 
 def _rows(chosen: list[tuple[str, str]], measures: str, caches: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the chosen models and peers, in order, after all have taken their first step."""
-    workers = [_start(name, peer, False, caches) for name, peer in chosen]
+    """Yield the rows of the chosen models and peers, in order, after all have taken their first step.
+
+    The models are dealt out to the GPUs, and all peers of a model have the same one.
+    """
+    numbers = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+    models = list(dict.fromkeys(name for name, _ in chosen))
+    places = [gpus[models.index(name) % len(gpus)] for name, _ in chosen]
+    workers = [_start(name, peer, False, caches, gpu) for (name, peer), gpu in zip(chosen, places, strict=True)]
     first_lines = [worker.stdout.readline() for worker in workers]
-    for worker, line in zip(progress("models", "step", of=workers), first_lines, strict=True):
-        yield _row(worker, line, measures)
+    one_at_a_time = {gpu: ThreadPoolExecutor(1) for gpu in gpus}
+    rows = [one_at_a_time[gpu].submit(_row, *of, measures) for gpu, *of in zip(places, workers, first_lines, strict=True)]
+    for row in progress("models", "step", of=rows):
+        yield row.result()
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:

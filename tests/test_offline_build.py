@@ -282,11 +282,20 @@ def test_sorted_segments_build_without_spills(arch, builder):
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
 @pytest.mark.parametrize(
-    "heads, entries, parts, warps",
-    [(32, 512, 2, 8), (32, 512, 3, 8), (64, 512, 1, 4), (64, 512, 3, 8), (32, 256, 2, 4), (64, 64, 3, 4)],
+    "heads, entries, parts, each, warps",
+    [
+        (32, 512, 2, False, 8),
+        (32, 512, 3, False, 8),
+        (64, 512, 1, False, 4),
+        (64, 512, 3, False, 8),
+        (32, 256, 2, False, 4),
+        (64, 64, 3, False, 4),
+        (64, 512, 3, True, 4),
+        (64, 512, 1, True, 4),
+    ],
 )
-def test_sums_of_entries_build_without_spills(heads, entries, parts, warps, arch, builder):
-    builder.build(entry_sums_kernel(heads, entries, parts), arch, warps, 3).check()
+def test_sums_of_entries_build_without_spills(heads, entries, parts, each, warps, arch, builder):
+    builder.build(entry_sums_kernel(heads, entries, parts, each), arch, warps, 3).check()
 
 
 SCANS = {

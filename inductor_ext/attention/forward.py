@@ -135,6 +135,7 @@ def _features(
     """Return the features of the kernel that decide about its tile (tiles.py)."""
     # Those that no block needs as a rule do not decide.
     chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
+    blocks = tables.has_pairs and not options["DROPOUT"]
     has = {
         "a mod": not (options["IDENTITY_SCORE_MOD"] and options["TRIVIAL_MASK_MOD"]),
         "reads": score.reads_each_score,
@@ -142,7 +143,8 @@ def _features(
         "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
         "one tile": common.in_tiles(call, 1),
         "few tiles": common.in_tiles(call, 4),
-        "few blocks": common.in_tiles(call, 4) and tables.has_pairs and not options["DROPOUT"],
+        "blocks": blocks and call.query.get_dtype() is not torch.float32,
+        "few blocks": blocks and common.in_tiles(call, 4),
         "slices": options["SLICES"] > 1 and not score.reads_each_score,
         "images": tables.longest_tile < LARGEST_TILE,
         "dropout": options["DROPOUT"],

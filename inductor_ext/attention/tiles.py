@@ -59,6 +59,8 @@ TABLE = (
     Row(_FORWARD, _AMPERE, _EVERY_DIM, "a mod", _at_least, {"num_warps": 8}),
     # Four warps spill on every architecture.
     Row(_FORWARD, FAMILIES, _EVERY_DIM, "chained reads", _at_least, {"num_warps": 8}),
+    # AlphaFold's pairs take 0.156 ms, and 0.171 with 64 x 64.
+    Row(_FORWARD, _HOPPER, _TO_32, "blocks", _exactly, {"block_m": 128}),
     # The values that a score_mod reads for each score wait in registers: DeBERTa's biases take 0.51 ms, and 0.55 with 128.
     Row(_FORWARD, _HOPPER, _TO_64, "reads", _at_most, {"block_m": 64}),
     # Graphormer's lookup takes 0.69 ms, and 0.89 ms with 128 x 64 in eight warps. At head dim 32 it takes 0.25 ms, and 0.27
@@ -162,8 +164,9 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
 
     features: "a mod": a score_mod or a mask_mod is inlined. "reads": something is read for each score. "chained reads": an
     index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and each such index depends on the query or on
-    the key, never on both. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "few
-    blocks": and a table of pairs is read by blocks, without dropout. "slices": a program has the only tile of several batch
+    the key, never on both. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "blocks": a
+    table of pairs is read by blocks, in half precision and without dropout. "few blocks": the same in any dtype, and no
+    sequence is longer than four tiles. "slices": a program has the only tile of several batch
     elements, and nothing is read for each score by itself. "images": a tile lies in a row of an image that is shorter than
     the longest tile. "dropout": probabilities are dropped. "fp32": the dtype.
     """

@@ -56,8 +56,8 @@ def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int, each: bo
 
     values is [B, H, N], index [B, N] or [1, N] (integers from 0 to entries - 1, or -1 for a value that is left out). The
     result is [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]``
-    over all b and n with ``index[b, n] == e``. each: the sums of each b by itself, [B, H, entries], the gradient of
-    ``table[b, h, index[b, n]]``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
+    over all b and n with ``index[b, n] == e``. each: the sums of each b by itself, [H, B, entries], the gradient of
+    ``table[h, b, index[b, n]]``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
     """
     batch, heads, count = values.shape
     # Row 0 is for what is left out. A number below -1 must not count as one from the end.
@@ -65,13 +65,14 @@ def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int, each: bo
     total = torch.zeros((batch if each else 1, entries + 1, heads), dtype=working_dtype(values.dtype), device=values.device)
     own = torch.arange(total.shape[0], device=values.device)[:, None]
     total.index_put_((own, chosen), values.transpose(1, 2).to(total.dtype), accumulate=True)
-    total = total[:, 1:].transpose(1, 2)
-    return (total if each else total[0]).contiguous()
+    total = total[:, 1:].permute(2, 0, 1)
+    return (total if each else total[:, 0]).contiguous()
 
 
 @entry_sums.register_fake
 def _(values: Tensor, index: Tensor, entries: int, parts: int, each: bool = False) -> Tensor:
-    shape = (*values.shape[: 2 if each else 0], *(() if each else values.shape[1:2]), entries)
+    batch, heads, _ = values.shape
+    shape = (heads, batch, entries) if each else (heads, entries)
     return values.new_empty(shape, dtype=working_dtype(values.dtype))
 
 

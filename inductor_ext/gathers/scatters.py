@@ -124,7 +124,7 @@ class _Rewriter:
             values = view(self.build, found.values, [self.build.product(slices), rows, count])
             values = call(aten.permute.default, values, [1, 0, 2])
             total = call(gradfuse.entry_sums.default, values, index, bins, 3, True)
-            total = view(self.build, call(aten.permute.default, total, [1, 0, 2]), [*slices, rows, bins])
+            total = view(self.build, total, [*slices, rows, bins])
             total = self._onto(found.base, total)
             self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 

@@ -21,16 +21,20 @@ def torch_device(device):
 
 def bin_sums(values, index, bins):
     """The values [L, R, N] of each row added by bins, by an index [R, N] that is the same in all slices: [L, R, bins]."""
-    return entry_sums(values.transpose(0, 1), index, bins, 3, True).transpose(0, 1)
+    return entry_sums(values.transpose(0, 1), index, bins, 3, True)
 
 
 def draws():
-    """Names, numbers of slices and of bins, and an index [R, N]: distances, clamped, random, and all in one bin."""
+    """Names, numbers of slices and of bins, and an index [R, N]. A value whose index is -1 is in no bin."""
     generator = torch.Generator().manual_seed(0)
     distance = torch.arange(9)[:, None] - torch.arange(97) + 96
     yield "distances", 20, 105, distance
     yield "clamped", 70, 40, distance.clamp(60, 99) - 60
     yield "random", 16, 200, torch.randint(0, 200, (3, 130), generator=generator)
+    far = torch.arange(2)[:, None] * 500 - torch.arange(1100)
+    yield "long_rows", 16, 300, far.clamp(-150, 149) + 150
+    some = torch.randint(-1, 200, (3, 130), generator=generator)
+    yield "left_out", 16, 200, torch.where(torch.tensor([[True], [False], [True]]), some, -1)
     yield "one_bin", 33, 70, torch.full((2, 100), 65)
     yield "one_row_of_one_value", 16, 1, torch.zeros(1, 1, dtype=torch.int64)
 

@@ -154,3 +154,4 @@ def test_the_op():
 @INTERPRETED
 def test_snapshot():
     snapshots.check(__file__, "entry_sums", body(entry_sums_kernel()))
+    snapshots.check(__file__, "entry_sums_of_each", body(entry_sums_kernel(each=True)))

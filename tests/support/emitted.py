@@ -40,12 +40,12 @@ def segment_kernels(width=2048):
     return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
 
 
-def entry_sums_kernel(heads=32, entries=512, parts=2):
+def entry_sums_kernel(heads=32, entries=512, parts=2, each=False):
     """The kernel of entry_sums."""
     from inductor_ext.gathers.row_sums import entry_sums
 
     index = torch.randint(0, entries, (2, 100), dtype=torch.int32)
-    run = torch.compile(lambda v: entry_sums(v, index, entries, parts), backend="gradfuse")
+    run = torch.compile(lambda v: entry_sums(v, index, entries, parts, each), backend="gradfuse")
     torch._dynamo.reset()
     with triton_on_cpu():
         _, (code,) = run_and_get_code(run, torch.randn(2, heads, 100))
