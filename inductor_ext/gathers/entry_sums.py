@@ -77,9 +77,10 @@ def lower(values: Any, index: Any, entries: Any, parts: int, each: bool = False)
 def _tile(entries: int, heads: int, parts: int, each: bool) -> dict[str, int]:
     """The tile, and the warps of a program.
 
-    For 512 entries of 32 heads the tiles take 0.89 ms, and others 0.91 to 1.43. Those of more heads would spill. each: the
-    values of a tile of entries are searched first. 64 entries take 0.23 ms for DeBERTa's 512 bins, 128 take 0.24, and 64 with
-    64 values at a time 0.32.
+    For 512 entries of 32 heads the tiles take 0.89 ms, and others 0.91 to 1.43. Those of more heads would spill.
+
+    each: the values of a tile's entries are searched first. For DeBERTa's 512 bins, 64 entries take 0.23 ms, 128 take 0.24,
+    and 64 with 64 values at a time 0.32.
     """
     tile_heads = max(16, min(BLOCK_H, next_power_of_two(heads)))
     if each:
