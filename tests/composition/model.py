@@ -80,6 +80,11 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+def experts_of(tokens: Tensor) -> Tensor:
+    """The experts of tokens [N], [N, TOPK]."""
+    return torch.stack([tokens % EXPERTS, (tokens // EXPERTS + tokens + 1) % EXPERTS], 1)
+
+
 class Experts(nn.Module):
     """A mixture of experts: rows are sorted by expert, gathered, computed, weighted and added back to their tokens."""
 
@@ -94,7 +99,7 @@ class Experts(nn.Module):
 
         A choice by the router's logits could differ between float64 and half precision.
         """
-        chosen = torch.stack([tokens.flatten() % EXPERTS, (tokens.flatten() // EXPERTS + tokens.flatten() + 1) % EXPERTS], 1)
+        chosen = experts_of(tokens.flatten())
         return self.router(rows).gather(1, chosen).softmax(-1), chosen
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:

@@ -199,10 +199,16 @@ class ExactSplits(OwnExperts):
         return all_to_all_single_autograd(self.here(received, kind), outgoing, incoming, self.group)
 
 
-def expert_parallel(context: Context, experts: type[models.Experts]) -> None:
-    """Check one step on this rank's tokens. Gradients of parameters that every rank has are averaged explicitly."""
+def expert_parallel(
+    context: Context, experts: type[models.Experts], replaced: Callable[[Tensor], Tensor] = torch.clone
+) -> None:
+    """Check one step on this rank's tokens. Gradients of parameters that every rank has are averaged explicitly.
+
+    replaced: other tokens for those of the data.
+    """
     model = models.make(("relative",)).to(context.device)
-    _, want = models.reference(model, *context.all_data())
+    (tokens, targets), (all_tokens, all_targets) = context.data(), context.all_data()
+    _, want = models.reference(model, replaced(all_tokens), all_targets)
     share = EXPERTS // context.world
     experts_here = slice(context.rank * share, (context.rank + 1) * share)
     for block in model.blocks:
@@ -210,7 +216,7 @@ def expert_parallel(context: Context, experts: type[models.Experts]) -> None:
         block.experts.group, block.experts.world = dist.group.WORLD, context.world
         for name in ("up", "down"):
             setattr(block.experts, name, nn.Parameter(getattr(block.experts, name).detach()[experts_here].clone()))
-    (context.compile(model)(*context.data()) / context.world).backward()
+    (context.compile(model)(replaced(tokens), targets) / context.world).backward()
     got = models.gradients(model)
     for name in sorted(got):
         if name.endswith(("experts.up", "experts.down")):
@@ -230,3 +236,11 @@ def ep_padded(context: Context) -> None:
 def ep_exact_splits(context: Context) -> None:
     """The number of rows that a rank sends depends on the data."""
     expert_parallel(context, ExactSplits)
+
+
+@scenario
+def ep_ranks_without_rows(context: Context) -> None:
+    """All tokens choose experts of the first rank, so that the others receive no rows, and send only to it."""
+    tokens = torch.arange(models.VOCABULARY, device=context.device)
+    first = tokens[(models.experts_of(tokens) < EXPERTS // context.world).all(1)]
+    expert_parallel(context, ExactSplits, lambda t: first[t % len(first)])
