@@ -68,6 +68,7 @@ KERNELS: tuple[KernelOp, ...] = (
     gather_sum.KERNEL,
     segment_sum.KERNEL,
     entry_sums.KERNEL,
+    entry_sums.BINS,
     place_rows.KERNEL,
 )
 

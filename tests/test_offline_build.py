@@ -19,7 +19,7 @@ from inductor_ext.core.target import SHARED_MEMORY, Target
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
-from tests.support.emitted import entry_sums_kernel, segment_kernels, triton_sources
+from tests.support.emitted import bin_sums_kernel, entry_sums_kernel, segment_kernels, triton_sources
 from tests.support.offline import Builder
 from tests.support.targets import on_target
 
@@ -282,20 +282,18 @@ def test_sorted_segments_build_without_spills(arch, builder):
 @pytest.mark.breadth(0)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
 @pytest.mark.parametrize(
-    "heads, entries, parts, each, warps",
-    [
-        (32, 512, 2, False, 8),
-        (32, 512, 3, False, 8),
-        (64, 512, 1, False, 4),
-        (64, 512, 3, False, 8),
-        (32, 256, 2, False, 4),
-        (64, 64, 3, False, 4),
-        (64, 512, 3, True, 4),
-        (64, 512, 1, True, 4),
-    ],
+    "heads, entries, parts, warps",
+    [(32, 512, 2, 8), (32, 512, 3, 8), (64, 512, 1, 4), (64, 512, 3, 8), (32, 256, 2, 4), (64, 64, 3, 4)],
 )
-def test_sums_of_entries_build_without_spills(heads, entries, parts, each, warps, arch, builder):
-    builder.build(entry_sums_kernel(heads, entries, parts, each), arch, warps, 3).check()
+def test_sums_of_entries_build_without_spills(heads, entries, parts, warps, arch, builder):
+    builder.build(entry_sums_kernel(heads, entries, parts), arch, warps, 3).check()
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+@pytest.mark.parametrize("slices, parts", [((16, 12), 3), ((64,), 1)])
+def test_sums_of_bins_build_without_spills(slices, parts, arch, builder):
+    builder.build(bin_sums_kernel(slices, 512, parts), arch, 4, 1).check()
 
 
 SCANS = {

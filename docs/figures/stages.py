@@ -56,6 +56,7 @@ STAGES = (
                 "gather_sum",
                 "segment_sum",
                 "entry_sums",
+                "bin_sums",
                 "place_rows",
             ),
         ),

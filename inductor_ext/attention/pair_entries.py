@@ -86,7 +86,7 @@ def summed(workspace: Any, plan: Plan, captured: Sequence[Any], tensor: Any) -> 
     values = lowerings[aten.reshape](workspace, [batch, heads, queries * keys])
     # Two numbers of 8 bits are more than half precision keeps.
     parts = 2 if tensor.get_dtype() in HALF else 3
-    total = lowerings[torch.ops.gradfuse.entry_sums.default](values, index, outer * inner, parts, False)
+    total = lowerings[torch.ops.gradfuse.entry_sums.default](values, index, outer * inner, parts)
     total = lowerings[aten.constant_pad_nd](total, [0, 0, 0, shape[dim] - heads], 0.0)
     total = lowerings[aten.permute](lowerings[aten.reshape](total, [shape[dim], outer, inner]), [1, 0, 2])
     return lowerings[aten.reshape](total, list(shape))

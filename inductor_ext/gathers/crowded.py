@@ -62,5 +62,5 @@ def add_by_entry(build: Builder, found: ScatterAdd) -> Node | None:
     index = build.call(aten.where.self, build.call(aten.lt.Scalar, index, 0), wrapped, index)
     index = in_bounds(build, index, bins)
     values = build.call(aten.unsqueeze.default, found.values, 0)
-    total = build.call(torch.ops.gradfuse.entry_sums.default, values, index, bins, 3, False)
+    total = build.call(torch.ops.gradfuse.entry_sums.default, values, index, bins, 3)
     return total if lookup.by else build.call(aten.permute.default, total, [1, 0])

@@ -51,29 +51,44 @@ def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype
 
 
 @torch.library.custom_op("gradfuse::entry_sums", mutates_args=())
-def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int, each: bool = False) -> Tensor:
+def entry_sums(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
     """Add values by entry, by an index that is the same for all heads: the gradient of ``table[index[b, n], h]``.
 
     values is [B, H, N], index [B, N] or [1, N] (integers from 0 to entries - 1, or -1 for a value that is left out). The
     result is [H, entries], in the dtype in which the sums are accumulated: ``out[h, e]`` is the sum of ``values[b, h, n]``
-    over all b and n with ``index[b, n] == e``. each: the sums of each b by itself, [H, B, entries], the gradient of
-    ``table[h, b, index[b, n]]``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value of fp32.
+    over all b and n with ``index[b, n] == e``. parts: into how many numbers of 8 bits (2 or 3) a kernel divides each value
+    of fp32.
     """
     batch, heads, count = values.shape
-    # Row 0 is for what is left out. A number below -1 must not count as one from the end.
-    chosen = torch.where(index < -1, entries + 1, index + 1).long().expand(batch, count)
-    total = torch.zeros((batch if each else 1, entries + 1, heads), dtype=working_dtype(values.dtype), device=values.device)
-    own = torch.arange(total.shape[0], device=values.device)[:, None]
-    total.index_put_((own, chosen), values.transpose(1, 2).to(total.dtype), accumulate=True)
-    total = total[:, 1:].permute(2, 0, 1)
-    return (total if each else total[:, 0]).contiguous()
+    index = index.expand(batch, count).reshape(1, batch * count)
+    return bin_sums(values.transpose(0, 1).reshape(heads, 1, batch * count), index, entries, parts)[:, 0].contiguous()
 
 
 @entry_sums.register_fake
-def _(values: Tensor, index: Tensor, entries: int, parts: int, each: bool = False) -> Tensor:
-    batch, heads, _ = values.shape
-    shape = (heads, batch, entries) if each else (heads, entries)
-    return values.new_empty(shape, dtype=working_dtype(values.dtype))
+def _(values: Tensor, index: Tensor, entries: int, parts: int) -> Tensor:
+    return values.new_empty((values.shape[1], entries), dtype=working_dtype(values.dtype))
+
+
+@torch.library.custom_op("gradfuse::bin_sums", mutates_args=())
+def bin_sums(values: Tensor, index: Tensor, bins: int, parts: int) -> Tensor:
+    """Add the values of each row by bin, by an index that is the same in all slices: the gradient of ``t[r, index[r, n]]``.
+
+    values is [..., R, N], index [R, N] (integers from 0 to bins - 1, or -1 for a value that is left out). The result is
+    [..., R, bins], in the dtype in which the sums are accumulated: ``out[..., r, e]`` is the sum of ``values[..., r, n]``
+    over all n with ``index[r, n] == e``. parts: as in ``entry_sums``.
+    """
+    *slices, rows, count = values.shape
+    # Bin 0 is for what is left out. A number below -1 must not count as one from the end.
+    chosen = torch.where(index < -1, bins + 1, index + 1).long()
+    by_row = values.reshape(-1, rows, count).permute(1, 2, 0).to(working_dtype(values.dtype))
+    total = by_row.new_zeros((rows, bins + 1, by_row.shape[2]))
+    total.index_put_((torch.arange(rows, device=values.device)[:, None], chosen), by_row, accumulate=True)
+    return total[:, 1:].permute(2, 0, 1).reshape(*slices, rows, bins).contiguous()
+
+
+@bin_sums.register_fake
+def _(values: Tensor, index: Tensor, bins: int, parts: int) -> Tensor:
+    return values.new_empty((*values.shape[:-1], bins), dtype=working_dtype(values.dtype))
 
 
 @torch.library.custom_op("gradfuse::place_rows", mutates_args=())

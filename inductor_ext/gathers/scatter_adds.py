@@ -8,7 +8,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..core.fx import HALF, MASKS, SAME_ORDER, ZEROS, cast_of, fake_tensor, same_shape, same_sizes, shape_of, value_of
+from ..core.fx import (
+    DECOMPOSED_VIEWS,
+    HALF,
+    MASKS,
+    SAME_ORDER,
+    ZEROS,
+    cast_of,
+    cone,
+    fake_tensor,
+    same_shape,
+    same_sizes,
+    shape_of,
+    value_of,
+)
+from ..core.joint_graph import Builder
 from ..torch_api.sizes import statically_known_true
 from .permutations import same_values
 
@@ -122,6 +136,36 @@ def narrow_source(values: Node) -> tuple[Node, Node | None]:
     if source is not None and value_of(values).dtype is torch.float32 and value_of(source).dtype in HALF:
         values = source
     return values, masked
+
+
+def unscaled(build: Builder, values: Node) -> tuple[Node, Node | None]:
+    """The fp32 values before they are multiplied or divided by a constant, and the node that does so; or all of it and None.
+
+    Then the sums are scaled and not the values, of which no scaled copy is made. The constant is one number that no input of
+    the graph changes. Views may follow the product.
+    """
+    views, node = [], values
+    while node.target in DECOMPOSED_VIEWS:
+        views.append(node)
+        node = node.args[0]
+    if node.target not in (aten.mul.Tensor, aten.div.Tensor) or value_of(node).dtype is not torch.float32:
+        return values, None
+    inner, factor = node.args
+    if not isinstance(inner, Node) or not _is_one_constant(factor) or not _alike(inner, node):
+        return values, None
+    for view in reversed(views):
+        inner = build.call(view.target, inner, *view.args[1:], **view.kwargs)
+    return inner, node
+
+
+def _alike(x: Node, y: Node) -> bool:
+    return value_of(x).dtype is value_of(y).dtype and same_shape(x, y)
+
+
+def _is_one_constant(factor: Any) -> bool:
+    if not isinstance(factor, Node):
+        return True
+    return value_of(factor).numel() == 1 and all(n.op != "placeholder" for n in cone(factor))
 
 
 def _is_scalar_zero(node: Node) -> bool:

@@ -4,8 +4,8 @@ The gradient of a gather is a scatter-add, and stock accumulates it in the dtype
 how an index was computed (in the backward graph it is a placeholder), so this pass runs before AOTAutograd partitions it.
 
     scatter into rows 0 .. S-1                     becomes
-    bins within rows, the same in many slices      entry_sums: the values of a bin added by products with one-hot matrices
-    few elements of a matrix, many values each     the same (crowded.py)
+    bins within rows, the same in many slices      bin_sums: the values of a bin added by products with one-hot matrices
+    few elements of a matrix, many values each     entry_sums: the same (crowded.py)
     by an index that has every row k times         gather_sum: the k values of each row, read through the inverse, added
     by indices without duplicates                  a plain store (added to the base, if there is one)
     few rows, many values each, on a GPU           the same
@@ -39,7 +39,7 @@ from .entry_sums import MOST_ENTRIES
 from .inverses import inverse
 from .permutations import names_once, repeated
 from .rows import by_row, expanded, flat, from_rows, in_bounds, index_shape, values_shape, view
-from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask
+from .scatter_adds import Binned, ScatterAdd, is_zero, match, match_binned, narrow_source, row_mask, unscaled
 
 NAME = "scatters"
 
@@ -114,17 +114,16 @@ class _Rewriter:
         return suits and max(math.prod(sizes[:-1]), rows * bins) <= _MOST and Target.of(value.device).triton
 
     def bins(self, found: Binned) -> None:
-        """Replace a scatter-add into bins of rows by ``entry_sums``."""
+        """Replace a scatter-add into bins of rows by ``bin_sums``."""
         with self.build.before(found.node):
-            dims = range(value_of(found.values).dim())
-            *slices, rows, count = self.build.sizes(found.values, dims)
-            bins = self.build.size(found.base, dims[-1])
-            call = self.build.call
+            *_, rows, count = self.build.sizes(found.values, range(value_of(found.values).dim()))
+            bins = self.build.size(found.base, value_of(found.base).dim() - 1)
             index = in_bounds(self.build, view(self.build, found.index, [rows, count]), bins)
-            values = view(self.build, found.values, [self.build.product(slices), rows, count])
-            values = call(aten.permute.default, values, [1, 0, 2])
-            total = call(gradfuse.entry_sums.default, values, index, bins, 3, True)
-            total = view(self.build, total, [*slices, rows, bins])
+            parts = 2 if value_of(found.base).dtype in HALF else 3
+            values, scale = unscaled(self.build, found.values)
+            total = self.build.call(gradfuse.bin_sums.default, values, index, bins, parts)
+            if scale is not None:
+                total = self.build.call(scale.target, total, scale.args[1])
             total = self._onto(found.base, total)
             self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 
@@ -205,7 +204,7 @@ class _Rewriter:
         values = view(self.build, values, [self.build.size(values, 0), self.build.product(kept)])
         values = call(aten.unsqueeze.default, call(aten.permute.default, values, [1, 0]), 0)
         index = call(aten.unsqueeze.default, keys, 0)
-        total = call(gradfuse.entry_sums.default, values, index, math.prod(shape), 3, False)
+        total = call(gradfuse.entry_sums.default, values, index, math.prod(shape), 3)
         total = view(self.build, call(aten.permute.default, total, [1, 0]), [*shape, *kept])
         return self._onto(found.base, from_rows(self.build, found, total)), "entries", "few rows get many values each"
 

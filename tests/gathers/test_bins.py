@@ -1,4 +1,4 @@
-"""Gradients of lookups in rows by an index that is the same in many slices, and in crowded tables, by entry_sums."""
+"""Gradients of lookups in rows by an index that is the same in many slices, by bin_sums, and in crowded tables, by entry_sums."""
 
 import contextlib
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from inductor_ext.core.report import collect
-from inductor_ext.gathers.row_sums import entry_sums
+from inductor_ext.gathers import scatters
+from inductor_ext.gathers.row_sums import bin_sums
+from inductor_ext.gathers.scatter_adds import unscaled
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
@@ -17,11 +19,6 @@ def scope(device):
 
 def torch_device(device):
     return "cuda" if device == "cuda" else "cpu"
-
-
-def bin_sums(values, index, bins):
-    """The values [L, R, N] of each row added by bins, by an index [R, N] that is the same in all slices: [L, R, bins]."""
-    return entry_sums(values.transpose(0, 1), index, bins, 3, True)
 
 
 def draws():
@@ -45,10 +42,10 @@ def draws():
 @pytest.mark.parametrize("name, slices, bins, index", draws(), ids=lambda x: x if isinstance(x, str) else None)
 def test_sums(name, slices, bins, index, device, dtype):
     values = torch.randn(slices, *index.shape).to(dtype)
-    exact = bin_sums(values.double(), index, bins)
+    exact = bin_sums(values.double(), index, bins, 3)
     torch._dynamo.reset()
     with scope(device):
-        run = torch.compile(lambda v, i: bin_sums(v, i, bins), backend="gradfuse", fullgraph=True, dynamic=False)
+        run = torch.compile(lambda v, i: bin_sums(v, i, bins, 3), backend="gradfuse", fullgraph=True, dynamic=False)
         got = run(values.to(torch_device(device)), index.to(torch_device(device))).cpu()
     assert got.dtype is torch.float32 and relative_error(got, exact) < 1e-6
 
@@ -63,9 +60,9 @@ def test_strided_values(device):
     ):
         torch._dynamo.reset()
         with scope(device):
-            run = torch.compile(lambda v: bin_sums(v * 1, index, 30), backend="gradfuse", dynamic=False)
+            run = torch.compile(lambda v: bin_sums(v * 1, index, 30, 3), backend="gradfuse", dynamic=False)
             got = run(values.to(torch_device(device))).cpu()
-        assert relative_error(got, bin_sums(values.double(), index.cpu(), 30)) < 1e-6
+        assert relative_error(got, bin_sums(values.double(), index.cpu(), 30, 3)) < 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -77,9 +74,9 @@ def test_infinite_and_very_large_values(dtype, device):
     values[0, 0, 7], values[1, 1, 50], values[2, 0, 99], values[3, 1, 0] = torch.inf, torch.nan, -torch.inf, 3.395e38
     torch._dynamo.reset()
     with scope(device):
-        run = torch.compile(lambda v, i: bin_sums(v, i, 34), backend="gradfuse", dynamic=False)
+        run = torch.compile(lambda v, i: bin_sums(v, i, 34, 3), backend="gradfuse", dynamic=False)
         got = run(values.to(torch_device(device)), index.to(torch_device(device))).cpu()
-    torch.testing.assert_close(got, bin_sums(values, index, 34), equal_nan=True)
+    torch.testing.assert_close(got, bin_sums(values, index, 34, 3), equal_nan=True)
 
 
 def looked_up(x, index):
@@ -107,6 +104,43 @@ def test_the_gradient_of_a_lookup(dtype, device):
     got, exact, paths = gradient(torch.randn(4, 8, 7, 50).to(dtype), index, device)
     assert paths == ["bins"] and got.dtype is dtype
     assert relative_error(got, exact) <= 1.01 * relative_error(exact.to(dtype), exact) + 1e-6
+
+
+def halved(x, index, factor):
+    return looked_up(x, index) / 2
+
+
+def scaled_by_a_constant(x, index, factor):
+    """As DeBERTa does, from keys to queries."""
+    return looked_up(x, index).transpose(-1, -2) / torch.sqrt(torch.tensor(3.0)).unsqueeze(0)
+
+
+def scaled_by_an_input(x, index, factor):
+    return looked_up(x, index) * factor
+
+
+def rounded_after_a_scale(x, index, factor):
+    return (looked_up(x, index).to(torch.bfloat16) * 3).float()
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "function, follows",
+    [(halved, True), (scaled_by_a_constant, True), (scaled_by_an_input, False), (rounded_after_a_scale, False)],
+)
+def test_a_constant_scale_follows_the_sums(function, follows, monkeypatch):
+    found = []
+    monkeypatch.setattr(scatters, "unscaled", lambda *operands: found.append(unscaled(*operands)) or found[-1])
+    index = (torch.arange(7)[:, None] - torch.arange(100)).clamp(-25, 24) + 25
+    x, factor = torch.randn(4, 8, 7, 50).requires_grad_(), torch.tensor(1.7)
+    torch._dynamo.reset()
+    with triton_on_cpu():
+        y = torch.compile(function, backend="gradfuse", dynamic=False)(x, index, factor)
+        weight = torch.randn_like(y)
+        (got,) = torch.autograd.grad(y, x, weight)
+    want = torch.autograd.grad(function(x.double(), index, factor.double()), x, weight.double())[0]
+    assert [scale is not None for _, scale in found] == [follows]
+    assert relative_error(got, want) < (1e-2 if function is rounded_after_a_scale else 1e-6)
 
 
 OTHERS = {
@@ -143,9 +177,9 @@ def test_lengths_that_change():
 
 
 @INTERPRETED
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"disable": ["entry_sums"]}])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"disable": ["bin_sums"]}])
 def test_sums_onto_a_base(options):
-    """A scatter-add of the user's, without a gradient. If entry_sums is disabled, the op's own code runs."""
+    """A scatter-add of the user's, without a gradient. If bin_sums is disabled, the op's own code runs."""
     base, values = torch.randn(16, 5, 40), torch.randn(16, 5, 70)
     index = torch.randint(0, 40, (5, 70)).expand(16, 5, 70)
     torch._dynamo.reset()

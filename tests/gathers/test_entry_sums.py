@@ -11,7 +11,7 @@ from inductor_ext.gathers import scatters
 from inductor_ext.gathers.row_sums import entry_sums
 from tests.attention.case import relative_error
 from tests.support import snapshots
-from tests.support.emitted import body, entry_sums_kernel
+from tests.support.emitted import bin_sums_kernel, body, entry_sums_kernel
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
 
@@ -154,4 +154,4 @@ def test_the_op():
 @INTERPRETED
 def test_snapshot():
     snapshots.check(__file__, "entry_sums", body(entry_sums_kernel()))
-    snapshots.check(__file__, "entry_sums_of_each", body(entry_sums_kernel(each=True)))
+    snapshots.check(__file__, "bin_sums", body(bin_sums_kernel()))

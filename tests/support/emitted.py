@@ -40,15 +40,26 @@ def segment_kernels(width=2048):
     return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
 
 
-def entry_sums_kernel(heads=32, entries=512, parts=2, each=False):
+def entry_sums_kernel(heads=32, entries=512, parts=2):
     """The kernel of entry_sums."""
     from inductor_ext.gathers.row_sums import entry_sums
 
     index = torch.randint(0, entries, (2, 100), dtype=torch.int32)
-    run = torch.compile(lambda v: entry_sums(v, index, entries, parts, each), backend="gradfuse")
+    return _kernel_of_sums(lambda v: entry_sums(v, index, entries, parts), torch.randn(2, heads, 100))
+
+
+def bin_sums_kernel(slices=(2, 16), bins=512, parts=3):
+    """The kernel of bin_sums."""
+    from inductor_ext.gathers.row_sums import bin_sums
+
+    index = torch.randint(0, bins, (2, 100), dtype=torch.int32)
+    return _kernel_of_sums(lambda v: bin_sums(v, index, bins, parts), torch.randn(*slices, 2, 100))
+
+
+def _kernel_of_sums(function, values):
     torch._dynamo.reset()
     with triton_on_cpu():
-        _, (code,) = run_and_get_code(run, torch.randn(2, heads, 100))
+        _, (code,) = run_and_get_code(torch.compile(function, backend="gradfuse"), values)
     return next(k for k in kernels_of(code) if "BLOCK_E" in k)
 
 
