@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from .rows import markdown
+from .rows import load, markdown, measured
 from .runner import RESULTS
 
 COMPOSITION = Path(__file__).parent.parent / "tests" / "composition"
@@ -61,6 +61,20 @@ def several_gpus_table() -> str:
     wide = wide.reindex(scenarios(), fill_value="not run")
     lines = ([f"`{name}`", what, *wide.loc[name]] for name, what in scenarios().items())
     return markdown(" | ".join(["scenario", "what it is", *wide]), lines)
+
+
+def scaling_table() -> str:
+    """The layers of ``scaling.py`` on several GPUs. The ideal is the time of one GPU divided by their number."""
+    result = load("scaling")
+    rows = measured(result)
+    alone = rows[rows.gpus == 1].set_index("case").step_ms
+    ideal = rows.case.map(alone) / rows.gpus
+    of_ideal = (ideal / rows.step_ms).map("{:.0%}".format)
+    step, peak = rows.step_ms.map("{:.1f}".format), (rows.peak_mb / 1024).map("{:.1f}".format)
+    cells = zip(rows.case, rows.tokens, rows.gpus, step, of_ideal, peak, strict=True)
+    e = result["environment"]
+    header = "layer | tokens | GPUs | step, ms | of the ideal | peak of a GPU, GB"
+    return f"Measured {e['date']} on {e['device']}, torch {e['torch']}.\n\n" + markdown(header, cells)
 
 
 def one_process_table() -> str:
