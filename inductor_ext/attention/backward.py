@@ -32,7 +32,7 @@ from .inlining import Inlining
 from .kinds.diagonals import STRIP_ROWS
 from .no_mask import hides_nothing
 from .tile_tables import tile_tables
-from .tiles import backward_config
+from .tiles import backward_config, competitors
 
 aten = torch.ops.aten
 NAME = "flex_attention_backward"
@@ -215,23 +215,24 @@ def _tilings(
     longest: int,
     reads_each_score: bool,
 ) -> list[dict[str, Any]]:
-    """Return the template's options for each choice of tiles: one choice, or those of stock's list under max-autotune.
+    """Return the template's options for each choice of tiles: one choice, or several under max-autotune.
 
     longest: the largest number of queries, and of keys, in a tile. reads_each_score: something is read for each score.
     """
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
-    _, configs = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
-    if len(configs) == 1:
-        form = {
-            "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
-            "one_pass": template_options["ONE_PASS"],
-            "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
-            "one_tile": common.in_tiles(call, 1),
-            "few_tiles": common.in_tiles(call, 4),
-            "slices": template_options["SLICES"] > 1 and not reads_each_score,
-            "dropout": template_options["DROPOUT"],
-        }
-        configs = [backward_config(configs[0], Target.of(device).family, captured, **form)]
+    _, (stock, *others) = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    head_dim, target = template_options["QK_HEAD_DIM_ROUNDED"], Target.of(device)
+    form = {
+        "head_dim": head_dim,
+        "one_pass": template_options["ONE_PASS"],
+        "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
+        "one_tile": common.in_tiles(call, 1),
+        "few_tiles": common.in_tiles(call, 4),
+        "slices": template_options["SLICES"] > 1 and not reads_each_score,
+        "dropout": template_options["DROPOUT"],
+    }
+    ours = backward_config(stock, target.family, captured, **form)
+    configs = competitors(ours, others, head_dim, dtype.itemsize, target.shared_memory)
     largest = common.largest_tile(call, longest)
     largest["M"] = min(largest["M"], captured.tallest_tile)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}

@@ -26,7 +26,7 @@ from .calls import ForwardCall, lengths
 from .inlining import Inlining, LoweredScore
 from .no_mask import hides_nothing
 from .tile_tables import TileTables, tile_tables
-from .tiles import forward_config
+from .tiles import competitors, forward_config
 
 NAME = "flex_attention"
 
@@ -93,11 +93,11 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options() | inlining.options() | score.options())
     template_options["SLICES"] = common.slices(call, nothing_hidden)
-    configs, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
-    if len(configs) == 1:
-        features = _features(call, template_options, score, tables, score_graph)
-        head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
-        configs = [forward_config(configs[0], Target.of(device).family, features, head_dim=head_dim)]
+    (stock, *others), _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    features = _features(call, template_options, score, tables, score_graph)
+    head_dim, target = template_options["QK_HEAD_DIM_ROUNDED"], Target.of(device)
+    ours = forward_config(stock, target.family, features, head_dim=head_dim)
+    configs = competitors(ours, others, head_dim, dtype.itemsize, target.shared_memory)
     operands = [*inputs, *tables.buffers(), *seeds]
 
     def choices_of(template: Template, tiles: Iterator[dict[str, Any]]) -> list[Any]:
@@ -108,7 +108,7 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
         return choices
 
     choices, file = [], gluon_forward.FILE
-    if len(configs) == 1 and gluon_forward.takes(call, options, template_options, score):
+    if gluon_forward.takes(call, options, template_options, score):
         choices = gluon_forward.built(choices_of(gluon_forward.TEMPLATE, gluon_forward.tiles(template_options)))
     if not choices:
         choices, file = choices_of(_template, _tiles(call, template_options, configs, tables.longest_tile)), _FILE

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.while_loop import while_loop_op
@@ -50,8 +51,27 @@ class FlexBlockMask(NamedTuple):
         return cls(*operand[:10], *operand[-3:])
 
 
-def inherited_block_options(device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any) -> Any:
-    """Return stock's tuned tile sizes, ``(forward configs, backward configs)``: one of each without max-autotune."""
+def inherited_block_options(
+    device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return stock's tuned tile sizes, ``(forward configs, backward configs)``.
+
+    The first of each is what stock takes without max-autotune. With it, those that compete there follow.
+    """
+    with inductor_config.patch(max_autotune=False):
+        default = _block_options(device, dtype, head_dim, query_length)
+    if not inductor_config.max_autotune:
+        return default
+    every = _block_options(device, dtype, head_dim, query_length)
+    forward, backward = (
+        [*own, *(c for c in all_of_it if c not in own)] for own, all_of_it in zip(default, every, strict=True)
+    )
+    return forward, backward
+
+
+def _block_options(
+    device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any
+) -> tuple[list[Any], list[Any]]:
     choices = V.choices
     forward = choices.get_flex_attention_fwd_configs
     args: tuple[Any, ...] = (head_dim, dtype, device.type)
