@@ -297,6 +297,16 @@ class TestOnHopper:
         want = TAKEN["query"].reference(*(x.detach().double() for x in (*inputs, table, scale)))
         assert all(relative_error(x, want) < 4e-3 for x in results)
 
+    def test_max_autotune(self):
+        """It is the fastest forward, and the tiles of the others do not compete with it."""
+        inputs, table, scale = operands(640, 640, device="cuda")
+        run = TAKEN["causal"].function("cuda", 640, 640, table, scale)
+        torch._dynamo.reset()
+        with collect() as report:
+            got = torch.compile(run, backend="gradfuse", mode="max-autotune-no-cudagraphs")(*inputs)
+        assert {d.path for d in report.decisions if d.pass_name == "flex_attention"} == {gluon_forward.FILE}
+        assert relative_error(got, TAKEN["causal"].reference(*(x.detach().double() for x in (*inputs, table, scale)))) < 4e-3
+
     def test_repeats_are_equal(self):
         inputs, table, scale = operands(2048, 2048, heads=16, kv_heads=16, device="cuda")
         run = torch.compile(TAKEN["causal"].function("cuda", 2048, 2048, table, scale), backend="gradfuse")
