@@ -92,7 +92,7 @@ def serve(suite: str, cases: list[str], answers: IO[str]) -> None:
 
     torch.manual_seed(0)
     functorch_config.donated_buffer = False
-    # Cases of one process may be the same function with other sizes, which would be compiled anew for any size.
+    # Cases of one process may be one function with other sizes, which Dynamo would compile for dynamic sizes.
     dynamo_config.automatic_dynamic_shapes = False
     ready = []
     for name in cases:

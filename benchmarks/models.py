@@ -349,11 +349,18 @@ def _rows(chosen: list[tuple[str, str]], measures: str, caches: str) -> Iterator
     models = list(dict.fromkeys(name for name, _ in chosen))
     places = [gpus[models.index(name) % len(gpus)] for name, _ in chosen]
     workers = [_start(name, peer, False, caches, gpu) for (name, peer), gpu in zip(chosen, places, strict=True)]
-    first_lines = [worker.stdout.readline() for worker in workers]
     one_at_a_time = {gpu: ThreadPoolExecutor(1) for gpu in gpus}
-    rows = [one_at_a_time[gpu].submit(_row, *of, measures) for gpu, *of in zip(places, workers, first_lines, strict=True)]
-    for row in progress("models", "step", of=rows):
-        yield row.result()
+    try:
+        first_lines = [worker.stdout.readline() for worker in workers]
+        jobs = zip(places, workers, first_lines, strict=True)
+        rows = [one_at_a_time[gpu].submit(_row, worker, line, measures) for gpu, worker, line in jobs]
+        for row in progress("models", "step", of=rows):
+            yield row.result()
+    finally:
+        for worker in workers:
+            worker.kill()
+        for pool in one_at_a_time.values():
+            pool.shutdown(cancel_futures=True)
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:

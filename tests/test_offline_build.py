@@ -1,11 +1,15 @@
 """Build the emitted kernels for GPUs that are not here: they build, fit into shared memory, do not spill, add in fp32."""
 
+import contextlib
 import dataclasses
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention.captured import CapturedGradients
@@ -16,10 +20,12 @@ from inductor_ext.attention.tile_tables import TileTable
 from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
 from inductor_ext.core.target import SHARED_MEMORY, Target
+from inductor_ext.gathers.row_sums import bin_sums
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
-from tests.support.emitted import bin_sums_kernel, entry_sums_kernel, segment_kernels, triton_sources
+from tests.support.emitted import bin_sums_kernel, entry_sums_kernel, kernels_of, segment_kernels, triton_sources
+from tests.support.interpreter import triton_on_cpu
 from tests.support.offline import Builder
 from tests.support.targets import on_target
 
@@ -294,6 +300,23 @@ def test_sums_of_entries_build_without_spills(heads, entries, parts, warps, arch
 @pytest.mark.parametrize("slices, parts", [((16, 12), 3), ((64,), 1)])
 def test_sums_of_bins_build_without_spills(slices, parts, arch, builder):
     builder.build(bin_sums_kernel(slices, 512, parts), arch, 4, 1).check()
+
+
+def test_sums_of_bins_build_with_positions_of_64_bits(builder):
+    """The sums have 2.25e9 elements."""
+    codes = []
+    index = torch.zeros(1100, 50, dtype=torch.int64)
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, contextlib.ExitStack() as scope:
+        scope.enter_context(triton_on_cpu())
+        scope.enter_context(mock.patch.object(GraphLowering, "save_output_code", codes.append))
+        # The kernel cannot run with fake tensors.
+        scope.enter_context(contextlib.suppress(Exception))
+        run = torch.compile(lambda v, i: bin_sums(v, i, 32000, 3), backend="gradfuse", dynamic=False)
+        run(torch.empty(64, 1100, 50), fake.from_tensor(index))
+    (kernel,) = [k for code in codes for k in kernels_of(code) if "BLOCK_E" in k]
+    assert "INDEX_DTYPE : tl.constexpr = tl.int64" in kernel
+    builder.build(kernel, 90, 4, 1)
 
 
 SCANS = {

@@ -167,9 +167,9 @@ def forward_config(config: Any, family: Family, features: Collection[str], *, he
     index is itself read, as in ``t[doc[q] - doc[k]]``. "rows and columns": and each such index depends on the query or on
     the key, never on both. "one tile": no sequence is longer than a tile. "few tiles": none is longer than four. "blocks": a
     table of pairs is read by blocks, in half precision and without dropout. "few blocks": the same in any dtype, and no
-    sequence is longer than four tiles. "slices": a program has the only tile of several batch
-    elements, and nothing is read for each score by itself. "images": a tile lies in a row of an image that is shorter than
-    the longest tile. "dropout": probabilities are dropped. "fp32": the dtype.
+    sequence is longer than four tiles. "slices": a program has the only tile of several batch elements, and nothing is read
+    for each score by itself. "images": a tile lies in a row of an image that is shorter than the longest tile. "dropout":
+    probabilities are dropped. "fp32": the dtype.
     """
     return _adapted(config, "forward", family, head_dim, features)
 

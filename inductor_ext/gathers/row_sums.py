@@ -5,6 +5,8 @@ The sums are accumulated in fp32 (float64 for float64), in an order that depends
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ def bin_sums(values: Tensor, index: Tensor, bins: int, parts: int) -> Tensor:
     *slices, rows, count = values.shape
     # Bin 0 is for what is left out. A number below -1 must not count as one from the end.
     chosen = torch.where(index < -1, bins + 1, index + 1).long()
-    by_row = values.reshape(-1, rows, count).permute(1, 2, 0).to(working_dtype(values.dtype))
+    by_row = values.reshape(math.prod(slices), rows, count).permute(1, 2, 0).to(working_dtype(values.dtype))
     total = by_row.new_zeros((rows, bins + 1, by_row.shape[2]))
     total.index_put_((torch.arange(rows, device=values.device)[:, None], chosen), by_row, accumulate=True)
     return total[:, 1:].permute(2, 0, 1).reshape(*slices, rows, bins).contiguous()

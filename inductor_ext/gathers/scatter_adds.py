@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +139,25 @@ def narrow_source(values: Node) -> tuple[Node, Node | None]:
     return values, masked
 
 
-def unscaled(build: Builder, values: Node) -> tuple[Node, Node | None]:
-    """The fp32 values before they are multiplied or divided by a constant, and the node that does so; or all of it and None.
+@dataclass(frozen=True)
+class Scale:
+    """A multiplication or division (``op``) of fp32 values by one constant: a number, or a node with one element."""
 
-    Then the sums are scaled and not the values, of which no scaled copy is made. The constant is one number that no input of
-    the graph changes. Views may follow the product.
+    op: Any
+    factor: Any
+
+    def of(self, build: Builder, total: Node) -> Node:
+        """Scale the sums."""
+        factor = build.call(aten.view.default, self.factor, []) if isinstance(self.factor, Node) else self.factor
+        return build.call(self.op, total, factor)
+
+
+def unscaled(build: Builder, values: Node) -> tuple[Node, Scale | None]:
+    """If fp32 values are scaled by a constant: the values before that, and the scale. Otherwise: the values, and None.
+
+    The sums are scaled instead, so that no scaled copy of the values is made. Views may follow the scale. The constant is a
+    finite number that is not 0, or a tensor of one element that no input of the graph changes. A sum of values near the
+    largest fp32 may be infinite where a sum of values that a scale has made smaller is not.
     """
     views, node = [], values
     while node.target in DECOMPOSED_VIEWS:
@@ -151,21 +166,25 @@ def unscaled(build: Builder, values: Node) -> tuple[Node, Node | None]:
     if node.target not in (aten.mul.Tensor, aten.div.Tensor) or value_of(node).dtype is not torch.float32:
         return values, None
     inner, factor = node.args
-    if not isinstance(inner, Node) or not _is_one_constant(factor) or not _alike(inner, node):
+    if not isinstance(inner, Node) or not _is_one_constant(factor) or not _stored_alike(inner, node):
         return values, None
     for view in reversed(views):
         inner = build.call(view.target, inner, *view.args[1:], **view.kwargs)
-    return inner, node
+    return inner, Scale(node.target, factor)
 
 
-def _alike(x: Node, y: Node) -> bool:
-    return value_of(x).dtype is value_of(y).dtype and same_shape(x, y)
+def _stored_alike(x: Node, y: Node) -> bool:
+    """Whether two nodes are tensors of the same dtype, shape and strides, so that the same views of both are possible."""
+    a, b = fake_tensor(x), fake_tensor(y)
+    same = a is not None and b is not None and a.dtype is b.dtype and same_shape(x, y)
+    return same and same_sizes(a.stride(), b.stride())
 
 
 def _is_one_constant(factor: Any) -> bool:
     if not isinstance(factor, Node):
-        return True
-    return value_of(factor).numel() == 1 and all(n.op != "placeholder" for n in cone(factor))
+        return isinstance(factor, (int, float)) and math.isfinite(factor) and factor != 0
+    value = fake_tensor(factor)
+    return value is not None and value.numel() == 1 and all(n.op != "placeholder" for n in cone(factor))
 
 
 def _is_scalar_zero(node: Node) -> bool:

@@ -49,7 +49,8 @@ gradfuse = torch.ops.gradfuse
 #: The largest number of rows, and of elements of an index: the kernels count both in 32 bits.
 _MOST = 2**31 - 2**10
 
-#: The largest product of a row's values and bins, because ``entry_sums`` compares each value with every bin.
+#: The largest product of a row's values and bins: ``bin_sums`` compares each value with every bin, unless neighbours have
+#: neighbouring bins.
 _MOST_PAIRS = 2**21
 
 #: ``entry_sums`` adds to at most so many rows, because it compares each index with every row. It is for at least so many
@@ -119,12 +120,9 @@ class _Rewriter:
             *_, rows, count = self.build.sizes(found.values, range(value_of(found.values).dim()))
             bins = self.build.size(found.base, value_of(found.base).dim() - 1)
             index = in_bounds(self.build, view(self.build, found.index, [rows, count]), bins)
-            parts = 2 if value_of(found.base).dtype in HALF else 3
             values, scale = unscaled(self.build, found.values)
-            total = self.build.call(gradfuse.bin_sums.default, values, index, bins, parts)
-            if scale is not None:
-                total = self.build.call(scale.target, total, scale.args[1])
-            total = self._onto(found.base, total)
+            total = self.build.call(gradfuse.bin_sums.default, values, index, bins, 3)
+            total = self._onto(found.base, scale.of(self.build, total) if scale else total)
             self._replace(found.node, total, "bins", "the index is the same in all slices, and its bins are within a row")
 
     def by_elements(self, node: Node) -> ScatterAdd | None:

@@ -115,32 +115,87 @@ def scaled_by_a_constant(x, index, factor):
     return looked_up(x, index).transpose(-1, -2) / torch.sqrt(torch.tensor(3.0)).unsqueeze(0)
 
 
+def scaled_by_a_constant_of_more_dims(x, index, factor):
+    return looked_up(x, index).view(1, 4, 8, 7, 100) / torch.sqrt(torch.tensor(3.0)).view(1, 1, 1, 1, 1)
+
+
 def scaled_by_an_input(x, index, factor):
     return looked_up(x, index) * factor
+
+
+def scaled_by_zero(x, index, factor):
+    return looked_up(x, index) * 0.0
 
 
 def rounded_after_a_scale(x, index, factor):
     return (looked_up(x, index).to(torch.bfloat16) * 3).float()
 
 
+def expanded_before_a_scale(x, index, factor):
+    """The gradient that is scaled has strides of 0."""
+    return (looked_up(x.view(32, 7, 50), index).view(4, 8, 7, 100) / 2).sum(1)
+
+
+def part_of_a_result(x, index, factor):
+    """The gradient that is scaled is a slice of a larger tensor."""
+    return torch.cat([looked_up(x.view(32, 7, 50), index).view(4, 8, 7, 100) / 2, torch.ones(4, 8, 7, 100)], 1)
+
+
+def scaled_by_a_size(x, index, factor):
+    return looked_up(x, index) / x.shape[0]
+
+
 @INTERPRETED
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "function, follows",
-    [(halved, True), (scaled_by_a_constant, True), (scaled_by_an_input, False), (rounded_after_a_scale, False)],
+    [
+        (halved, True),
+        (scaled_by_a_constant, True),
+        (scaled_by_a_constant_of_more_dims, True),
+        (scaled_by_an_input, False),
+        (scaled_by_zero, False),
+        (rounded_after_a_scale, False),
+        (expanded_before_a_scale, False),
+        (part_of_a_result, False),
+        (scaled_by_a_size, None),
+    ],
 )
-def test_a_constant_scale_follows_the_sums(function, follows, monkeypatch):
+def test_a_constant_scale_follows_the_sums(function, follows, dynamic, monkeypatch):
+    """A size is a constant unless it is dynamic."""
     found = []
     monkeypatch.setattr(scatters, "unscaled", lambda *operands: found.append(unscaled(*operands)) or found[-1])
     index = (torch.arange(7)[:, None] - torch.arange(100)).clamp(-25, 24) + 25
     x, factor = torch.randn(4, 8, 7, 50).requires_grad_(), torch.tensor(1.7)
     torch._dynamo.reset()
     with triton_on_cpu():
-        y = torch.compile(function, backend="gradfuse", dynamic=False)(x, index, factor)
+        y = torch.compile(function, backend="gradfuse", dynamic=dynamic)(x, index, factor)
         weight = torch.randn_like(y)
         (got,) = torch.autograd.grad(y, x, weight)
     want = torch.autograd.grad(function(x.double(), index, factor.double()), x, weight.double())[0]
-    assert [scale is not None for _, scale in found] == [follows]
+    assert [scale is not None for _, scale in found] == [not dynamic if follows is None else follows]
     assert relative_error(got, want) < (1e-2 if function is rounded_after_a_scale else 1e-6)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "shape, bins, dtype",
+    [
+        ((6, 70), 30, torch.int64),
+        ((1, 1, 600), 1, torch.int64),
+        ((4, 6, 0), 5, torch.int64),
+        ((4, 0, 9), 5, torch.int64),
+        ((2, 6, 70), 30, torch.int16),
+    ],
+    ids=["no slices", "one sum", "no values", "no rows", "a short index"],
+)
+def test_what_has_no_kernel(shape, bins, dtype):
+    values, index = torch.randn(shape), torch.randint(0, bins, shape[-2:], dtype=dtype)
+    torch._dynamo.reset()
+    with triton_on_cpu(), collect() as report:
+        got = torch.compile(lambda v, i: bin_sums(v * 1, i, bins, 3), backend="gradfuse", dynamic=False)(values, index)
+    assert [d.path for d in report.decisions if d.pass_name == "bin_sums"] == ["the op's own code"]
+    torch.testing.assert_close(got, bin_sums(values, index, bins, 3))
 
 
 OTHERS = {

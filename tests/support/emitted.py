@@ -56,10 +56,10 @@ def bin_sums_kernel(slices=(2, 16), bins=512, parts=3):
     return _kernel_of_sums(lambda v: bin_sums(v, index, bins, parts), torch.randn(*slices, 2, 100))
 
 
-def _kernel_of_sums(function, values):
+def _kernel_of_sums(function, *operands):
     torch._dynamo.reset()
     with triton_on_cpu():
-        _, (code,) = run_and_get_code(torch.compile(function, backend="gradfuse"), values)
+        _, (code,) = run_and_get_code(torch.compile(function, backend="gradfuse"), *operands)
     return next(k for k in kernels_of(code) if "BLOCK_E" in k)
 
 
