@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config as inductor_config
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.virtualized import V
 from torch.nn.attention.flex_attention import _create_empty_block_mask
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .config import inductor_config
 
 __all__ = ["scan_op", "while_loop_op"]
 

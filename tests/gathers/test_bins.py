@@ -47,7 +47,8 @@ def test_sums(name, slices, bins, index, device, dtype):
     with scope(device):
         run = torch.compile(lambda v, i: bin_sums(v, i, bins, 3), backend="gradfuse", fullgraph=True, dynamic=False)
         got = run(values.to(torch_device(device)), index.to(torch_device(device))).cpu()
-    assert got.dtype is torch.float32 and relative_error(got, exact) < 1e-6
+    # A bin of the long rows has up to 950 values, and a GPU's matmuls do not round each of their sums to the nearest number.
+    assert got.dtype is torch.float32 and relative_error(got, exact) < (1e-5 if name == "long_rows" else 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
