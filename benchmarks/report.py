@@ -22,7 +22,7 @@ from inductor_ext.options import Options
 from inductor_ext.registry import NAMES
 
 from . import plots
-from .composition import composition_table, one_process_table, several_gpus_table
+from .composition import composition_table, one_process_table, scaling_table, several_gpus_table
 from .rows import BYTES_PER_MS, by_peer, load, markdown, measured
 from .runner import RESULTS
 
@@ -399,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sanitizer": sanitizer_table,
     "composition": composition_table,
     "several_gpus": several_gpus_table,
+    "scaling": scaling_table,
     "one_process": one_process_table,
 }
 
