@@ -348,9 +348,11 @@ def _rows(chosen: list[tuple[str, str]], measures: str, caches: str) -> Iterator
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     models = list(dict.fromkeys(name for name, _ in chosen))
     places = [gpus[models.index(name) % len(gpus)] for name, _ in chosen]
-    workers = [_start(name, peer, False, caches, gpu) for (name, peer), gpu in zip(chosen, places, strict=True)]
+    workers: list[subprocess.Popen[str]] = []
     one_at_a_time = {gpu: ThreadPoolExecutor(1) for gpu in gpus}
     try:
+        for (name, peer), gpu in zip(chosen, places, strict=True):
+            workers.append(_start(name, peer, False, caches, gpu))
         first_lines = [worker.stdout.readline() for worker in workers]
         jobs = zip(places, workers, first_lines, strict=True)
         rows = [one_at_a_time[gpu].submit(_row, worker, line, measures) for gpu, worker, line in jobs]

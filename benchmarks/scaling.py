@@ -1,15 +1,16 @@
 """A layer of attention and one of experts on 1, 2 and 4 GPUs, by torch.distributed as it is.
 
 python -m benchmarks.scaling                         # every case on 1, 2 and 4 GPUs; writes results/scaling.json
-python -m benchmarks.scaling --gpus 1 --gpus 2 --case attention
-python -m benchmarks.scaling --smoke --gpus 2        # small sizes on CPUs, by gloo; nothing written
+python -m benchmarks.scaling --gpus 1 --gpus 2 --case attention    # prints the rows, and writes nothing
+python -m benchmarks.scaling --smoke --gpus 2        # small sizes, on CPUs if there is no GPU; nothing written
 
 ``attention`` is context parallel: each rank has its part of one sequence, keys and values are gathered from all ranks, and
 each rank reads T5's bias at the offset of its queries. ``experts`` is expert parallel: each rank has its part of the tokens
 and of the experts, and rows travel to the rank of their expert and back. Parameters that every rank has are replicated, and
-their gradients are summed by one all_reduce. A step is forward, backward and these sums. The whole problem is the same for
-any number of GPUs, so the ideal time on n GPUs is that of one divided by n. All cases compile at the same time, and then
-they are timed one after another.
+their gradients are summed by one all_reduce. A step is forward, backward and these sums. The problem has the same size for
+any number of GPUs, so the ideal time on n GPUs is that of the same code on one, divided by n. (On one GPU, ``experts``
+exchanges rows with itself, which a layer for one GPU would not do.) All cases compile at the same time, and then they are
+timed one after another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -159,8 +161,10 @@ def measure(case: str, sizes: Sizes, files: Path) -> dict[str, Any]:
     _wait(device)
     row = {"case": case, "gpus": world, "tokens": sizes.tokens, "first_steps_s": time.perf_counter() - begin}
     (files / f"ready.{rank}").touch()
-    # A barrier would keep the GPU busy, on which others are timed.
+    # A barrier would keep the GPU busy, on which others are timed. The folder goes when the process that made it ends.
     while not (files / "go").exists():
+        if not files.exists():
+            raise RuntimeError("the process that started this one has ended")
         time.sleep(0.1)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -228,23 +232,33 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="may be given several times")
     parser.add_argument("--gpus", action="append", type=int, help="may be given several times")
     parser.add_argument("--smoke", action="store_true", help="small sizes, and write nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "scaling.json")
+    parser.add_argument("--out", type=Path, help="the file of results; needed for a part of the cases")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         return _work(given.case[0], given.smoke, given.worker)
     rows: list[dict[str, Any]] = []
+    runs: list[Run] = []
+    # So that the processes end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [(case, gpus) for case in given.case or CASES for gpus in given.gpus or (1, 2, 4)]
-        runs = [Run(case, gpus, given.smoke, Path(folder, f"{case}-{gpus}")) for case, gpus in chosen]
-        for run in runs:
-            run.wait_for_first_steps()
-        for run in runs:
-            rows.append(run.row())
-            print(json.dumps(rows[-1]), flush=True)
-    if not given.smoke:
+        try:
+            for case in given.case or CASES:
+                for gpus in given.gpus or (1, 2, 4):
+                    runs.append(Run(case, gpus, given.smoke, Path(folder, f"{case}-{gpus}")))
+            for run in runs:
+                run.wait_for_first_steps()
+            for run in runs:
+                rows.append(run.row())
+                print(json.dumps(rows[-1]), flush=True)
+        finally:
+            for run in runs:
+                run.process.terminate()
+    # A part of the cases does not replace the results of all.
+    out = given.out or (None if given.smoke or given.case or given.gpus else RESULTS / "scaling.json")
+    if out is not None:
         result = {"suite": "scaling", "environment": environment(), "rows": rows}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

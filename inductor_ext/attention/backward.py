@@ -8,7 +8,7 @@ how each is reduced. Captured gradients are accumulated in fp32 and cast once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,10 @@ from .captured import CapturedGradients, NotInOrder, plan_gradients
 from .captured_grads import JointGraph, NotUnderstood, take_apart
 from .inlining import Inlining
 from .kinds.diagonals import STRIP_ROWS
+from .max_autotune import timed
 from .no_mask import hides_nothing
 from .tile_tables import tile_tables
-from .tiles import backward_config, competitors
+from .tiles import backward_config
 
 aten = torch.ops.aten
 NAME = "flex_attention_backward"
@@ -129,7 +130,11 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
     template_options.update(inlining.options() | score.options())
     tilings = _tilings(call, template_options, captured, tables.longest_tile, score.reads_each_score)
-    in_memory = one_pass and not (nothing_hidden and _one_key_tile(call, tilings))
+    one_key_tile = one_pass and nothing_hidden and _holds_all_keys(call, tilings[0])
+    if one_key_tile:
+        # The others would need dQ in memory, and fewer programs for each batch element.
+        tilings = [tiled for tiled in tilings if _holds_all_keys(call, tiled)]
+    in_memory = one_pass and not one_key_tile
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     form = {"DQ_IN_MEMORY": in_memory, "TMA_ADDS": in_memory and Target.of(device).tma and rows_aligned}
     # All keys of a query are in one tile.
@@ -185,10 +190,9 @@ def _warn_of_atomics(call: BackwardCall, atomics: int, where: str) -> None:
         warn_of_cost(NAME, why, where, ADVICE_ON_ATOMICS)
 
 
-def _one_key_tile(call: BackwardCall, tilings: Sequence[dict[str, Any]]) -> bool:
+def _holds_all_keys(call: BackwardCall, tiled: dict[str, Any]) -> bool:
     """Return whether all keys are in one tile, so that one tile of dscores · K is a tile of dQ."""
-    keys = call.key.get_size()[2]
-    return all(known_at_most(keys, tiled["BLOCK_N1"]) for tiled in tilings)
+    return known_at_most(call.key.get_size()[2], tiled["BLOCK_N1"])
 
 
 def _gradients(call: BackwardCall, in_memory: bool) -> tuple[Any, Any, Any]:
@@ -220,10 +224,10 @@ def _tilings(
     longest: the largest number of queries, and of keys, in a tile. reads_each_score: something is read for each score.
     """
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
-    _, (stock, *others) = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
-    head_dim, target = template_options["QK_HEAD_DIM_ROUNDED"], Target.of(device)
+    _, stock = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    target = Target.of(device)
     form = {
-        "head_dim": head_dim,
+        "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
         "one_pass": template_options["ONE_PASS"],
         "mask_mod": not template_options["TRIVIAL_MASK_MOD"],
         "one_tile": common.in_tiles(call, 1),
@@ -231,12 +235,13 @@ def _tilings(
         "slices": template_options["SLICES"] > 1 and not reads_each_score,
         "dropout": template_options["DROPOUT"],
     }
-    ours = backward_config(stock, target.family, captured, **form)
-    configs = competitors(ours, others, head_dim, dtype.itemsize, target.shared_memory)
+    ours = backward_config(stock[0], target.family, captured, **form)
+    configs = [ours, *stock] if len(stock) > 1 else [ours]
     largest = common.largest_tile(call, longest)
     largest["M"] = min(largest["M"], captured.tallest_tile)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}
-    return list(common.tile_choices(template_options, "bwd", configs, tiles, largest))
+    choices = list(common.tile_choices(template_options, "bwd", configs, tiles, largest))
+    return timed(choices, "backward", dtype.itemsize, target.shared_memory)
 
 
 def _delta(call: BackwardCall) -> Any:

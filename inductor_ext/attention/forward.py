@@ -24,9 +24,10 @@ from ..torch_api.template import Template, autotune, keep_alone
 from . import common, gluon_forward, kernel_dropout, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining, LoweredScore
+from .max_autotune import timed
 from .no_mask import hides_nothing
 from .tile_tables import TileTables, tile_tables
-from .tiles import competitors, forward_config
+from .tiles import forward_config
 
 NAME = "flex_attention"
 
@@ -93,11 +94,11 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options() | inlining.options() | score.options())
     template_options["SLICES"] = common.slices(call, nothing_hidden)
-    (stock, *others), _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    stock, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     features = _features(call, template_options, score, tables, score_graph)
-    head_dim, target = template_options["QK_HEAD_DIM_ROUNDED"], Target.of(device)
-    ours = forward_config(stock, target.family, features, head_dim=head_dim)
-    configs = competitors(ours, others, head_dim, dtype.itemsize, target.shared_memory)
+    head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
+    ours = forward_config(stock[0], Target.of(device).family, features, head_dim=head_dim)
+    configs = [ours, *stock] if len(stock) > 1 else [ours]
     operands = [*inputs, *tables.buffers(), *seeds]
 
     def choices_of(template: Template, tiles: Iterator[dict[str, Any]]) -> list[Any]:
@@ -156,7 +157,9 @@ def _features(
 def _tiles(call: ForwardCall, options: dict[str, Any], configs: list[Any], limit: int) -> Iterator[dict[str, Any]]:
     """Yield the template options for each config. limit: the longest tile with which the kernel is right."""
     tiles, largest = {"BLOCK_M": "block_m", "BLOCK_N": "block_n"}, common.largest_tile(call, limit)
-    for tiled in common.tile_choices(options, "fwd", configs, tiles, largest):
+    choices = list(common.tile_choices(options, "fwd", configs, tiles, largest))
+    itemsize, memory = call.query.get_dtype().itemsize, Target.of(call.query.get_device()).shared_memory
+    for tiled in timed(choices, "forward", itemsize, memory):
         yield common.with_slices(call, tiled, ("BLOCK_M", "BLOCK_N"), allowed=True)
 
 

@@ -1,15 +1,14 @@
 """Default tiles of the flex_attention templates. They are stock's, with changes where our kernels would spill registers.
 
-Stock's tables were tuned for its own kernels. Under max-autotune the nearest of its configs compete with these tiles. The
-measurements are in docs/notes/attention.md, on an H200 with bf16, and tests/test_offline_build.py checks that nothing
+Stock's tables were tuned for its own kernels. Under max-autotune its configs compete with these tiles (max_autotune.py).
+The measurements are in docs/notes/attention.md, on an H200 with bf16, and tests/test_offline_build.py checks that nothing
 spills.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from ..core.target import FAMILIES, Family
@@ -222,38 +221,6 @@ def backward_config(
     }
     features = {name for name, there in has.items() if there}
     return _adapted(config, "one pass" if one_pass else "two passes", family, head_dim, features)
-
-
-#: So many of stock's configs compete with ours under max-autotune: a backward kernel takes about 4 s to build, and stock has
-#: 29 configs. The second number is how many registers of a thread the tiles may take.
-MOST_COMPETITORS, REGISTERS = 6, 224
-
-
-def competitors(ours: Any, stock: Sequence[Any], head_dim: int, itemsize: int, shared_memory: int) -> list[Any]:
-    """Return the configs that are timed under max-autotune: ours, and of stock's the nearest that fit into a multiprocessor.
-
-    head_dim: a power of two. itemsize: of an element of the operands, in bytes. shared_memory: what a program may use, in
-    bytes. A config is farther by 1 for each halving or doubling of a tile or of the warps, and by 2 for each stage.
-    """
-
-    def fits(config: Any) -> bool:
-        if hasattr(config, "block_m"):
-            # The output and the scores; queries, and keys and values in each stage.
-            held = config.block_m * (head_dim + config.block_n)
-            rows = config.block_m + 2 * config.num_stages * config.block_n
-        else:
-            # The gradients of keys and values, two tiles of scores; keys and values, and queries and dO in each stage.
-            held = 2 * config.block_n1 * (head_dim + config.block_m1)
-            rows = 2 * (config.block_n1 + config.num_stages * config.block_m1)
-        return held <= REGISTERS * 32 * config.num_warps and rows * head_dim * itemsize <= shared_memory
-
-    def distance(config: Any) -> float:
-        sizes = [field.name for field in dataclasses.fields(ours) if field.name.startswith(("block_", "num_warps"))]
-        steps = sum(abs(math.log2(getattr(config, name) / getattr(ours, name))) for name in sizes)
-        return steps + 2 * abs(config.num_stages - ours.num_stages)
-
-    others = [config for config in stock if config != ours and fits(config)]
-    return [ours, *sorted(others, key=distance)[:MOST_COMPETITORS]]
 
 
 def _adapted(config: Any, form: Form, family: Family, head_dim: int, features: Collection[str]) -> Any:

@@ -147,7 +147,7 @@ class Scale:
     factor: Any
 
     def of(self, build: Builder, total: Node) -> Node:
-        """Scale the sums."""
+        """Return the sums, scaled."""
         factor = build.call(aten.view.default, self.factor, []) if isinstance(self.factor, Node) else self.factor
         return build.call(self.op, total, factor)
 
@@ -156,8 +156,9 @@ def unscaled(build: Builder, values: Node) -> tuple[Node, Scale | None]:
     """If fp32 values are scaled by a constant: the values before that, and the scale. Otherwise: the values, and None.
 
     The sums are scaled instead, so that no scaled copy of the values is made. Views may follow the scale. The constant is a
-    finite number that is not 0, or a tensor of one element that no input of the graph changes. A sum of values near the
-    largest fp32 may be infinite where a sum of values that a scale has made smaller is not.
+    finite number that is not 0, or a tensor of one element that no input of the graph changes. If that tensor is 0 or
+    infinite, bins without values get NaN. Values near the largest fp32 number may overflow in a sum where scaled ones would
+    not.
     """
     views, node = [], values
     while node.target in DECOMPOSED_VIEWS:

@@ -57,7 +57,7 @@ def inherited_block_options(
 ) -> tuple[list[Any], list[Any]]:
     """Return stock's tuned tile sizes, ``(forward configs, backward configs)``.
 
-    The first of each is what stock takes without max-autotune. With it, those that compete there follow.
+    The first of each is what stock takes without max-autotune. Under max-autotune the others that stock would time follow.
     """
     with inductor_config.patch(max_autotune=False):
         default = _block_options(device, dtype, head_dim, query_length)

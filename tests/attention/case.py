@@ -22,9 +22,12 @@ SLACK = 1.2
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
+    """The relative Frobenius error. It fails if that is not a number, because ``max([0.0, nan]) < 1e-5`` is true."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     scale = want.norm()
-    return float((got - want).norm() / scale) if scale > 1e-12 else float((got - want).norm())
+    error = float((got - want).norm() / scale) if scale > 1e-12 else float((got - want).norm())
+    assert not math.isnan(error), "the error is not a number"
+    return error
 
 
 @dataclass

@@ -1,20 +1,22 @@
 """Long sequences against float64 in chunks of queries: positions beyond 2^16, more than 2^31 scores, memory linear in length."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.interpreter import triton_on_cpu
 
-#: The interpreter's and the GPU's number of tokens and of documents.
+#: The interpreter's and the GPU's number of tokens, of documents and of queries in a chunk.
 LENGTHS = [
-    pytest.param("cpu", 200, 7, id="interpreter"),
-    pytest.param("cuda", 131072, 1000, id="cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", 200, 7, 64, id="interpreter"),
+    pytest.param("cuda", 131072, 1000, 1024, id="cuda", marks=pytest.mark.gpu),
 ]
-WIDTH, CHUNK = 32, 1024
+WIDTH = 32
 
 
 def operands(length, device, *, tables=()):
@@ -27,14 +29,12 @@ def step(function, inputs, device):
     """The output and all gradients under gradfuse, and the gradient of the output."""
     torch._dynamo.reset()
     run = torch.compile(function, backend="gradfuse", fullgraph=True, dynamic=False)
-    if device == "cpu":
-        with triton_on_cpu():
-            out = run(*inputs)
-            grad = torch.randn_like(out)
-            return [out, *torch.autograd.grad(out, inputs, grad)], grad
-    out = run(*inputs)
-    grad = torch.randn_like(out)
-    return [out, *torch.autograd.grad(out, inputs, grad)], grad
+    with triton_on_cpu() if device == "cpu" else contextlib.nullcontext(), collect() as report:
+        out = run(*inputs)
+        grad = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, inputs, grad)
+    assert "flex_backward.py.jinja" in [d.path for d in report.decisions]
+    return [out, *gradients], grad
 
 
 def rows_of_attention(q, k, v, bias, grad):
@@ -46,8 +46,8 @@ def rows_of_attention(q, k, v, bias, grad):
     return out, of_products @ k, of_products.T @ q, probabilities.T @ grad, of_scores
 
 
-@pytest.mark.parametrize("device, length, documents", LENGTHS)
-def test_distances(device, length, documents):
+@pytest.mark.parametrize("device, length, documents, chunk", LENGTHS)
+def test_distances(device, length, documents, chunk):
     inputs = operands(length, device, tables=[(2 * length - 1,)])
 
     def attention(q, k, v, table):
@@ -56,8 +56,8 @@ def test_distances(device, length, documents):
     got, grad = step(attention, inputs, device)
     q, k, v, table = (x.detach().double() for x in inputs)
     want = [torch.zeros_like(x) for x in (q, q, k, v, table)]
-    for first in range(0, length, CHUNK):
-        rows = slice(first, first + CHUNK)
+    for first in range(0, length, chunk):
+        rows = slice(first, first + chunk)
         positions = torch.arange(length, device=device)
         index = positions[rows, None] - positions + length - 1
         out, dq, dk, dv, ds = rows_of_attention(q[0, 0, rows], k[0, 0], v[0, 0], table[index], grad[0, 0, rows].double())
@@ -68,8 +68,8 @@ def test_distances(device, length, documents):
     assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("device, length, documents", LENGTHS)
-def test_documents(device, length, documents):
+@pytest.mark.parametrize("device, length, documents, chunk", LENGTHS)
+def test_documents(device, length, documents, chunk):
     """Each has a learned temperature and distances of its own, and sees nothing of the others."""
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))[: documents - 1].sort().values + 1
     document = torch.zeros(length, dtype=torch.int64)

@@ -1,6 +1,5 @@
-"""The tiles that compete under max-autotune."""
+"""The tiles that are timed under max-autotune."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -8,83 +7,104 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention import backward, forward
-from inductor_ext.attention.tiles import MOST_COMPETITORS, competitors
+from inductor_ext.attention.max_autotune import timed
+from inductor_ext.torch_api.config import inductor_config
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 from tests.support.targets import on_target
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    block_m: int
-    block_n: int
-    num_stages: int = 3
-    num_warps: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Backward:
-    block_m1: int
-    block_n1: int
-    block_m2: int
-    block_n2: int
-    num_stages: int = 3
-    num_warps: int = 4
-
 
 H200 = 227 * 1024
 
 
+def of_forward(queries, keys, stages=3, warps=4, dim=64, value_dim=None):
+    tile = {"BLOCK_M": queries, "BLOCK_N": keys, "num_stages": stages, "num_warps": warps}
+    return tile | {"QK_HEAD_DIM_ROUNDED": dim, "V_HEAD_DIM_ROUNDED": value_dim or dim}
+
+
+def of_backward(queries, keys, stages=3, warps=4, dim=64):
+    tile = {"BLOCK_M1": queries, "BLOCK_N1": keys, "BLOCK_M2": keys, "BLOCK_N2": queries}
+    return tile | {"num_stages": stages, "num_warps": warps, "QK_HEAD_DIM_ROUNDED": dim, "V_HEAD_DIM_ROUNDED": dim}
+
+
 def test_ours_is_first_and_only_once():
-    ours = Forward(128, 64)
-    assert competitors(ours, [Forward(64, 64), ours], 64, 2, H200) == [ours, Forward(64, 64)]
+    ours, other = of_forward(128, 64), of_forward(64, 64)
+    assert timed([ours, other, ours, other], "forward", 2, H200) == [ours, other]
 
 
-def test_the_nearest_compete():
-    ours = Forward(64, 64)
-    others = [Forward(64, 64, stages) for stages in (1, 2, 4, 5)] + [Forward(32, 64), Forward(64, 32), Forward(16, 16)]
-    assert competitors(ours, others, 64, 2, H200) == [ours, *(others[i] for i in (4, 5, 1, 2, 0, 3))]
+def test_one_number_of_stages_for_each_tile():
+    ours = of_forward(64, 64, stages=2)
+    others = [of_forward(64, 64, stages) for stages in (1, 4, 3, 5)] + [
+        of_forward(32, 64, 5),
+        of_forward(64, 64, 4, warps=8),
+    ]
+    assert timed([ours, *others], "forward", 2, H200) == [ours, others[2], others[5], others[4]]
+
+
+def test_an_exhaustive_search_is_one():
+    choices = [of_backward(64, 64)] + [of_backward(64, 128, stages) for stages in (1, 2, 3, 4, 5, 5)]
+    with inductor_config.patch(max_autotune_flex_search_space="EXHAUSTIVE"):
+        assert timed(choices, "backward", 2, H200) == choices[:-1]
 
 
 @pytest.mark.parametrize(
-    "config, head_dim, shared_memory, fits",
+    "choice, shared_memory, fits",
     [
-        (Forward(128, 64), 64, H200, True),
+        (of_forward(128, 64), H200, True),
         # 256 registers of each thread for the output, and 128 for the scores.
-        (Forward(128, 128), 256, H200, False),
-        (Forward(128, 128, num_warps=8), 128, H200, True),
+        (of_forward(128, 128, dim=256, stages=1), H200, False),
+        (of_forward(128, 128, value_dim=256, stages=1), H200, False),
+        (of_forward(128, 128, warps=8, dim=128), H200, True),
         # 128 + 2 x 3 x 64 rows of 256 channels are 256 KB.
-        (Forward(128, 64, num_warps=8), 256, H200, False),
-        (Forward(64, 64), 128, 99 * 1024, False),
-        (Backward(64, 128, 128, 64, num_warps=8), 128, H200, True),
-        (Backward(64, 64, 64, 64), 64, H200, True),
-        (Backward(64, 128, 128, 64), 64, H200, False),
+        (of_forward(128, 64, warps=8, dim=256), H200, False),
+        (of_forward(64, 64, dim=128), 99 * 1024, False),
+        (of_backward(64, 128, warps=8, dim=128), H200, True),
+        (of_backward(64, 64), H200, True),
+        (of_backward(64, 128), H200, False),
     ],
 )
-def test_what_does_not_fit_does_not_compete(config, head_dim, shared_memory, fits):
-    ours = dataclasses.replace(config, num_warps=16)
-    assert (config in competitors(ours, [config], head_dim, 2, shared_memory)) == fits
+def test_what_does_not_fit_is_not_timed(choice, shared_memory, fits):
+    small = {name: 16 for name in choice if name.startswith("BLOCK_")}
+    direction = "forward" if "BLOCK_M" in choice else "backward"
+    assert (choice in timed([choice | small, choice], direction, 2, shared_memory)) == fits
 
 
-@INTERPRETED
-def test_the_choices_of_both_kernels():
-    """The first choice is that without max-autotune."""
+def test_as_much_as_ours_fits():
+    """Our tile of 256 channels needs more registers than a thread has, and is the fastest all the same."""
+    ours, other = of_backward(64, 64, 2, dim=256), of_backward(64, 64, 1, dim=256)
+    assert timed([ours, other], "backward", 2, H200) == [ours, other]
+
+
+def choices_of(mode, length, dtype, options=None):
+    """The descriptions of the choices of both kernels. The first one is taken."""
     choices = {}
 
-    def spied(module, mode):
+    def spied(module):
         own = module.autotune
 
         def autotune(name, made, *rest):
-            choices[module.__name__.rpartition(".")[2], mode] = [choice.description for choice in made]
+            choices[module] = [choice.description for choice in made]
             return own(name, made[:1], *rest)
 
         return mock.patch.object(module, "autotune", autotune)
 
-    for mode in ("default", "max-autotune-no-cudagraphs"):
-        torch._dynamo.reset()
-        query = torch.randn(1, 2, 128, 64, requires_grad=True)
-        with triton_on_cpu(), on_target(architecture=90), spied(forward, mode), spied(backward, mode):
-            attention = torch.compile(flex_attention, backend="gradfuse", mode=mode)
-            attention(query, query, query, score_mod=lambda s, b, h, q, k: s * 2).sum().backward()
-    for kernel in ("forward", "backward"):
-        (alone,), several = choices[kernel, "default"], choices[kernel, "max-autotune-no-cudagraphs"]
-        assert several[0] == alone and 1 < len(set(several)) <= 1 + MOST_COMPETITORS
+    torch._dynamo.reset()
+    query = torch.randn(16, 2, length, 64, requires_grad=True, dtype=dtype)
+    target = on_target(architecture=90, multiprocessors=1, gluon=False)
+    with triton_on_cpu(), target, spied(forward), spied(backward):
+        attention = torch.compile(flex_attention, backend="gradfuse", mode=mode, dynamic=False)
+        out = attention(query, query, query, score_mod=lambda s, b, h, q, k: s * 2, kernel_options=options)
+        out.sum().backward()
+    return choices
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    "length, dtype, options",
+    [(128, torch.float32, None), (49, torch.bfloat16, None), (128, torch.bfloat16, {"BLOCK_M": 64, "num_stages": 1})],
+    ids=["fp32", "one tile", "own options"],
+)
+def test_the_choices_of_both_kernels(length, dtype, options):
+    """The first is the one without max-autotune, and all differ."""
+    alone, several = (choices_of(mode, length, dtype, options) for mode in ("default", "max-autotune-no-cudagraphs"))
+    for kernel in (forward, backward):
+        assert [several[kernel][0]] == alone[kernel] and len(set(several[kernel])) == len(several[kernel])
+    assert len(several[backward]) > 1

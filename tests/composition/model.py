@@ -192,9 +192,11 @@ def reference(model: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.floa
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative Frobenius error."""
+    """Relative Frobenius error. It fails if that is not a number."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
-    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    assert not math.isnan(error), "the error is not a number"
+    return error
 
 
 def check_gradients(

@@ -163,7 +163,7 @@ def scaled_by_a_size(x, index, factor):
     ],
 )
 def test_a_constant_scale_follows_the_sums(function, follows, dynamic, monkeypatch):
-    """A size is a constant unless it is dynamic."""
+    """A size is a constant unless it is dynamic. follows: None if the scale does so only without dynamic shapes."""
     found = []
     monkeypatch.setattr(scatters, "unscaled", lambda *operands: found.append(unscaled(*operands)) or found[-1])
     index = (torch.arange(7)[:, None] - torch.arange(100)).clamp(-25, 24) + 25
