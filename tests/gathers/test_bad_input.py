@@ -67,7 +67,9 @@ def test_as_in_eager_mode(layer, case, device):
     exact = step(layer, [x.detach().double().requires_grad_() for x in inputs], topk)
     for x, eager, want in zip(got, step(layer, inputs, topk), exact, strict=True):
         assert torch.equal(x.isnan(), eager.isnan()) and torch.equal(want.isnan(), eager.isnan())
-        assert relative_error(x.nan_to_num(), want.nan_to_num()) < 1e-5
+        # With one choice its weight is 1, and the gradient of the router is 0 but for rounding.
+        own, theirs = (relative_error(y.nan_to_num(), want.nan_to_num()) for y in (x, eager))
+        assert own < max(1e-5, 1.2 * theirs)
 
 
 @pytest.mark.parametrize("backend", ["inductor", "gradfuse"])
