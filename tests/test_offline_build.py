@@ -167,6 +167,16 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, builder):
     assert all("f32" in add for add in adds)
 
 
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["causal", "relative", "relative_shift"])
+def test_narrow_heads_build_without_spills(name, dtype, arch, builder):
+    """The product with the values is by itself there (flex_forward.py.jinja)."""
+    source, config = tiled(name, arch, STOCK[arch], dtype, 32)["forward"]
+    assert "acc = acc * rescale[:, None] + added" in source
+    builder.build(source, arch, config.num_warps, config.num_stages).check()
+
+
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize(("arch", "stages"), [(90, 3), (100, 1)])
 def test_windows_build(builder, arch, stages):

@@ -1,11 +1,13 @@
 """What the tests themselves rely on: the shares of the suite, and the fast reductions and scans of Triton's interpreter."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from tests.attention.case import relative_error
 from tests.conftest import share_of
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 from tests.support.whole_tiles import _reduce, _scan
@@ -23,6 +25,14 @@ def test_the_shares_are_all_tests_and_share_none():
     for wrong in ("0/3", "4/3"):
         with pytest.raises(pytest.UsageError, match="numbered from 1 to 3"):
             share_of(items, wrong)
+
+
+def test_an_error_that_is_not_a_number_fails():
+    """It is smaller than every bound, if it is not the first of those that ``max`` gets."""
+    assert max([0.0, math.nan]) < 1e-5
+    for got, want in ((math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)):
+        with pytest.raises(AssertionError, match="not a number"):
+            relative_error(torch.tensor([got, 1.0]), torch.tensor([want, 1.0]))
 
 
 @INTERPRETED

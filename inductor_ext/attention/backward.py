@@ -224,7 +224,7 @@ def _tilings(
     longest: the largest number of queries, and of keys, in a tile. reads_each_score: something is read for each score.
     """
     device, dtype, length = call.query.get_device(), call.query.get_dtype(), call.query.get_size()[2]
-    _, stock = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    _, (stock, competing) = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     target = Target.of(device)
     form = {
         "head_dim": template_options["QK_HEAD_DIM_ROUNDED"],
@@ -235,8 +235,7 @@ def _tilings(
         "slices": template_options["SLICES"] > 1 and not reads_each_score,
         "dropout": template_options["DROPOUT"],
     }
-    ours = backward_config(stock[0], target.family, captured, **form)
-    configs = [ours, *stock] if len(stock) > 1 else [ours]
+    configs = [backward_config(stock, target.family, captured, **form), *competing]
     largest = common.largest_tile(call, longest)
     largest["M"] = min(largest["M"], captured.tallest_tile)
     tiles = {"BLOCK_M1": "block_m1", "BLOCK_N1": "block_n1", "BLOCK_M2": "block_m2", "BLOCK_N2": "block_n2"}

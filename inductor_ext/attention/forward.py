@@ -94,11 +94,10 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options() | inlining.options() | score.options())
     template_options["SLICES"] = common.slices(call, nothing_hidden)
-    stock, _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
+    (stock, competing), _ = inherited_block_options(device, dtype, template_options["QK_HEAD_DIM"], length)
     features = _features(call, template_options, score, tables, score_graph)
     head_dim = template_options["QK_HEAD_DIM_ROUNDED"]
-    ours = forward_config(stock[0], Target.of(device).family, features, head_dim=head_dim)
-    configs = [ours, *stock] if len(stock) > 1 else [ours]
+    configs = [forward_config(stock, Target.of(device).family, features, head_dim=head_dim), *competing]
     operands = [*inputs, *tables.buffers(), *seeds]
 
     def choices_of(template: Template, tiles: Iterator[dict[str, Any]]) -> list[Any]:

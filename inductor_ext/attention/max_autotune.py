@@ -9,7 +9,7 @@ from ..torch_api.config import inductor_config
 
 Direction = Literal["forward", "backward"]
 
-#: The registers of a thread that tiles may take, and the number of stages that is preferred: more were never faster.
+#: The registers of a thread that tiles may take, and the preferred number of stages, which most tiles of tiles.py have.
 REGISTERS, STAGES = 224, 3
 
 

@@ -54,19 +54,16 @@ class FlexBlockMask(NamedTuple):
 
 def inherited_block_options(
     device: torch.device, dtype: torch.dtype, head_dim: int, query_length: Any
-) -> tuple[list[Any], list[Any]]:
-    """Return stock's tuned tile sizes, ``(forward configs, backward configs)``.
+) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
+    """Return stock's tuned tile sizes for the forward and for the backward.
 
-    The first of each is what stock takes without max-autotune. Under max-autotune the others that stock would time follow.
+    Each is the config that stock takes without max-autotune, and a list of those that compete under max-autotune, among them
+    that one. Without max-autotune the list is empty.
     """
     with inductor_config.patch(max_autotune=False):
         default = _block_options(device, dtype, head_dim, query_length)
-    if not inductor_config.max_autotune:
-        return default
-    every = _block_options(device, dtype, head_dim, query_length)
-    forward, backward = (
-        [*own, *(c for c in all_of_it if c not in own)] for own, all_of_it in zip(default, every, strict=True)
-    )
+    competing = _block_options(device, dtype, head_dim, query_length) if inductor_config.max_autotune else ([], [])
+    forward, backward = ((own[0], [*own, *more] if more else []) for own, more in zip(default, competing, strict=True))
     return forward, backward
 
 

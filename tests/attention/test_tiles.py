@@ -1,5 +1,6 @@
 """The tiles that are timed under max-autotune."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention import backward, forward
 from inductor_ext.attention.max_autotune import timed
+from inductor_ext.attention.tiles import forward_config
 from inductor_ext.torch_api.config import inductor_config
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 from tests.support.targets import on_target
@@ -73,7 +75,7 @@ def test_as_much_as_ours_fits():
     assert timed([ours, other], "backward", 2, H200) == [ours, other]
 
 
-def choices_of(mode, length, dtype, options=None):
+def choices_of(mode, length, dtype, options=None, score_mod=lambda s, b, h, q, k: s * 2, dim=64):
     """The descriptions of the choices of both kernels. The first one is taken."""
     choices = {}
 
@@ -87,11 +89,11 @@ def choices_of(mode, length, dtype, options=None):
         return mock.patch.object(module, "autotune", autotune)
 
     torch._dynamo.reset()
-    query = torch.randn(16, 2, length, 64, requires_grad=True, dtype=dtype)
+    query = torch.randn(1 if length > 128 else 16, 2, length, dim, requires_grad=True, dtype=dtype)
     target = on_target(architecture=90, multiprocessors=1, gluon=False)
-    with triton_on_cpu(), target, spied(forward), spied(backward):
+    with triton_on_cpu(tma=True), target, spied(forward), spied(backward):
         attention = torch.compile(flex_attention, backend="gradfuse", mode=mode, dynamic=False)
-        out = attention(query, query, query, score_mod=lambda s, b, h, q, k: s * 2, kernel_options=options)
+        out = attention(query, query, query, score_mod=score_mod, kernel_options=options)
         out.sum().backward()
     return choices
 
@@ -108,3 +110,34 @@ def test_the_choices_of_both_kernels(length, dtype, options):
     for kernel in (forward, backward):
         assert [several[kernel][0]] == alone[kernel] and len(set(several[kernel])) == len(several[kernel])
     assert len(several[backward]) > 1
+    # Where dQ is stored at once, each tile must have all keys.
+    stores_dq = ["DQ_IN_MEMORY=False" in choice and "ONE_PASS=True" in choice for choice in several[backward]]
+    assert set(stores_dq) == {length == 49}
+    assert length != 49 or all("BLOCK_N1=64" in choice or "BLOCK_N1=128" in choice for choice in several[backward])
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@pytest.mark.parametrize(
+    "features, head_dim, queries",
+    [({"blocks"}, 32, 128), ({"blocks", "reads"}, 32, 64), ({"blocks"}, 64, 64), (set(), 32, 64)],
+)
+def test_pairs_of_narrow_heads_have_tall_tiles(features, head_dim, queries):
+    """As in AlphaFold."""
+    config = forward_config(Config(64, 64, 4, 3), "hopper", {"a mod", *features}, head_dim=head_dim)
+    assert config == Config(queries, 64, 4, 3)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pairs_are_blocks_in_half_precision(dtype):
+    pairs = torch.randn(2, 384, 384, dtype=dtype, requires_grad=True)
+    with mock.patch.object(forward, "forward_config", wraps=forward_config) as adapted:
+        choices_of("default", 384, dtype, None, lambda s, b, h, q, k: s + pairs[h, q, k], 32)
+    assert ("blocks" in adapted.call_args.args[2]) == (dtype is torch.bfloat16)
