@@ -414,7 +414,7 @@ def _measure(chosen: list[tuple[str, str]], caches: str, out: Path) -> None:
     again = _rows([(row["model"], row["peer"]) for row in compiled], "", caches)
     for row, warm in zip(compiled, again, strict=True):
         row["warm_first_step_s"] = warm.get("first_step_s")
-    _write(rows, out)
+        _write(rows, out)
 
 
 if __name__ == "__main__":
