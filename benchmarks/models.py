@@ -7,8 +7,7 @@ python -m benchmarks.models --model swin_b --smoke    # a reduced model on any d
 
 A step is forward, loss and backward, under autocast, or with parameters in bf16 for models of experts. The time is the
 median, and the peak is what a step allocates beyond parameters. Every model has a process for each peer, with an empty
-cache of its own. All processes compile at the same time, and then they are timed, one at a time on each GPU. Last, new
-processes take a first step with these caches, again all at the same time.
+cache of its own. All processes compile at the same time, and then they are timed, one at a time on each GPU.
 """
 
 from __future__ import annotations
@@ -318,7 +317,7 @@ def _work(name: str, peer: str, smoke: bool) -> None:
     print(json.dumps(row), flush=True)
 
 
-def _start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> subprocess.Popen[str]:
+def start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> subprocess.Popen[str]:
     """Start a worker. gpu: the number of the GPU that it sees, or "" for those that this process sees."""
     command = [sys.executable, "-m", "benchmarks.models", "--worker", "--model", name, "--peer", peer]
     pipe, own = subprocess.PIPE, os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}-{peer}"}
@@ -326,7 +325,7 @@ def _start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> sub
     return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True, env=own)
 
 
-def _row(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[str, Any]:
+def row_of(worker: subprocess.Popen[str], first_line: str, measures: str) -> dict[str, Any]:
     """Return the row of a worker that has printed its first line. measures: as in ``measure``, or "" for no more than that.
 
     A worker that failed has printed its row at once.
@@ -352,10 +351,10 @@ def _rows(chosen: list[tuple[str, str]], measures: str, caches: str) -> Iterator
     one_at_a_time = {gpu: ThreadPoolExecutor(1) for gpu in gpus}
     try:
         for (name, peer), gpu in zip(chosen, places, strict=True):
-            workers.append(_start(name, peer, False, caches, gpu))
+            workers.append(start(name, peer, False, caches, gpu))
         first_lines = [worker.stdout.readline() for worker in workers]
         jobs = zip(places, workers, first_lines, strict=True)
-        rows = [one_at_a_time[gpu].submit(_row, worker, line, measures) for gpu, worker, line in jobs]
+        rows = [one_at_a_time[gpu].submit(row_of, worker, line, measures) for gpu, worker, line in jobs]
         for row in progress("models", "step", of=rows):
             yield row.result()
     finally:
@@ -400,7 +399,7 @@ def main() -> None:
                     print(f"{count:5} {milliseconds:8.3f} {kernel[:150]}", flush=True)
         elif given.smoke:
             for name, peer in chosen:
-                print(_start(name, peer, True, caches).communicate()[0].strip().splitlines()[-1], flush=True)
+                print(start(name, peer, True, caches).communicate()[0].strip().splitlines()[-1], flush=True)
         else:
             _measure(chosen, caches, given.out)
 
@@ -410,11 +409,6 @@ def _measure(chosen: list[tuple[str, str]], caches: str, out: Path) -> None:
     for row in _rows(chosen, "time", caches):
         print(json.dumps(row), flush=True)
         _write(rows := [*rows, row], out)
-    compiled = [row for row in rows if row["peer"] != "eager" and "refused" not in row]
-    again = _rows([(row["model"], row["peer"]) for row in compiled], "", caches)
-    for row, warm in zip(compiled, again, strict=True):
-        row["warm_first_step_s"] = warm.get("first_step_s")
-        _write(rows, out)
 
 
 if __name__ == "__main__":

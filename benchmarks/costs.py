@@ -1,0 +1,50 @@
+"""Tables of what a backend costs besides the time of its kernels: launches, memory and compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from .rows import by_peer, load, markdown
+
+#: The peers, in the order of the columns.
+PEERS = ["stock", "gradfuse"]
+
+
+def launches_table(provenance: str) -> str:
+    """Short steps: kernels, time and memory."""
+    rows = pd.DataFrame(load("launches")["rows"])
+    rows["step"] = rows.step_ms.map("{:.3f}".format) + " (" + rows.step_kernels_ms.map("{:.3f}".format) + ")"
+    rows["graph"] = rows.graph_ms.map("{:.3f}".format, na_action="ignore")
+    rows["launched"] = rows.kernels.map("{:.0f}".format, na_action="ignore")
+    rows["peak"] = rows.step_peak_mb.map("{:.0f}".format, na_action="ignore")
+    wide = by_peer(rows, "case", ["launched", "step", "graph", "peak"])
+    columns = [(what, peer) for what in ("launched", "step", "graph", "peak") for peer in PEERS]
+    return (
+        f"{provenance} A step is forward and backward, in milliseconds; the time in brackets is that for which the GPU is busy, "
+        'and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
+    ) + markdown(
+        "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | gradfuse",
+        wide[columns].reset_index().to_numpy(),
+    )
+
+
+def compile_times() -> pd.DataFrame:
+    """Seconds of first steps by model, with the columns (when, peer)."""
+    return by_peer(pd.DataFrame(load("compile_time")["rows"]), "model", ["cold_s", "warm_s"])
+
+
+def compile_time_table(provenance: str) -> str:
+    """First steps of unmodified models, cold and warm."""
+    here, wide = load("compile_time")["environment"], compile_times()
+    lines: list[list[Any]] = []
+    for model, row in wide.iterrows():
+        cells = [[row.cold_s.stock, row.cold_s.gradfuse], [row.warm_s.stock, row.warm_s.gradfuse]]
+        lines.append(
+            [model, *(cell for pair in cells for cell in (*map("{:.1f}".format, pair), f"{pair[1] / pair[0]:.2f}×"))]
+        )
+    return (
+        f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with empty "
+        f"caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} cores.\n\n"
+    ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio", lines)
