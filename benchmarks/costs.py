@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from .rows import by_peer, load, markdown
@@ -25,7 +23,8 @@ def launches_table(provenance: str) -> str:
         f"{provenance} A step is forward and backward, in milliseconds; the time in brackets is that for which the GPU is busy, "
         'and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
     ) + markdown(
-        "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | gradfuse",
+        "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | "
+        "gradfuse",
         wide[columns].reset_index().to_numpy(),
     )
 
@@ -38,13 +37,13 @@ def compile_times() -> pd.DataFrame:
 def compile_time_table(provenance: str) -> str:
     """First steps of unmodified models, cold and warm."""
     here, wide = load("compile_time")["environment"], compile_times()
-    lines: list[list[Any]] = []
+    lines = []
     for model, row in wide.iterrows():
         cells = [[row.cold_s.stock, row.cold_s.gradfuse], [row.warm_s.stock, row.warm_s.gradfuse]]
         lines.append(
             [model, *(cell for pair in cells for cell in (*map("{:.1f}".format, pair), f"{pair[1] / pair[0]:.2f}×"))]
         )
     return (
-        f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with empty "
-        f"caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} cores.\n\n"
+        f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with "
+        f"empty caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} cores.\n\n"
     ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio", lines)
