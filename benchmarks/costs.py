@@ -20,8 +20,8 @@ def launches_table(provenance: str) -> str:
     wide = by_peer(rows, "case", ["launched", "step", "graph", "peak"])
     columns = [(what, peer) for what in ("launched", "step", "graph", "peak") for peer in PEERS]
     return (
-        f"{provenance} A step is forward and backward, in milliseconds; the time in brackets is that for which the GPU is busy, "
-        'and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
+        f"{provenance} A step is forward and backward, in milliseconds. The time in brackets is that for which the GPU is "
+        'busy, and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
     ) + markdown(
         "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | "
         "gradfuse",
@@ -45,5 +45,6 @@ def compile_time_table(provenance: str) -> str:
         )
     return (
         f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with "
-        f"empty caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} cores.\n\n"
+        f"empty caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} "
+        "cores.\n\n"
     ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio", lines)

@@ -340,6 +340,7 @@ SCANS = {
     "lanes": lambda dtype: test_linear_scan.emitted(20, dtype),
     "rows": lambda dtype: test_linear_scan.emitted(1, dtype),
     "backward": lambda dtype: test_scan_backward.emitted(test_scan_backward.matrix_product, dtype),
+    "apart": lambda dtype: test_scan_backward.emitted(test_scan_backward.log_space, dtype),
     "forward": lambda dtype: test_scan_forward.emitted(test_scan_forward.matrix_product, dtype),
     "constants": lambda dtype: test_scan_forward.emitted(test_scan_forward.segmented, dtype),
     "conditions": lambda dtype: test_scan_forward.emitted(test_scan_forward.either_and_sum, dtype),
@@ -353,7 +354,12 @@ SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
     "name, dtype, arch",
     builds(
         [(name, dtype) for name in SCANS for dtype in (torch.float32, torch.bfloat16)],
-        {("lanes", torch.float32, 90), ("backward", torch.float32, 90), ("constants", torch.float32, 90)},
+        {
+            ("lanes", torch.float32, 90),
+            ("backward", torch.float32, 90),
+            ("apart", torch.float32, 90),
+            ("constants", torch.float32, 90),
+        },
     ),
 )
 def test_scans_build_without_spills(name, dtype, arch, builder):

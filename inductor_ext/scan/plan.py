@@ -18,6 +18,7 @@ from ..core.linear_scan import supported
 from ..core.report import record, traced_line
 from . import scan_backward, scan_forward
 from .associative import long_and_few
+from .captured import Captured
 
 NAME = "scans"
 
@@ -33,6 +34,7 @@ class Form(Enum):
     LINEAR = "a linear recurrence in one kernel"
     CHANNELS = "a kernel over channels"
     CARRIED = "carried back in time"
+    FUSED = "a linear recurrence that computes its own coefficients"
     TWO_LEVELS = "a scan in two levels"
     ONE_LEVEL = "a scan in one level"
     NONE = "no scan"
@@ -43,7 +45,7 @@ class Group:
     """The form of the gradient of leaves that interact.
 
     why: the reason for the form. entries: the entries (j, i) of the transposed Jacobian that a scan in levels carries; a
-    running sum has none. product: the vector-Jacobian product of the combine_fn, for CARRIED.
+    running sum has none. product: the vector-Jacobian product of the combine_fn, for CARRIED and FUSED.
     """
 
     leaves: tuple[int, ...]
@@ -87,14 +89,38 @@ def plan_backward(
 ) -> ScanPlan:
     """Complete ``plan`` for ``grads``, the gradients of the scan of ``xs`` (None where there is none)."""
     groups = _groups(_reached(jacobian, grads), jacobian)
-    if any(len(group) > 1 for group in groups) and scan_backward.supported(xs):
-        leaves = sorted(itertools.chain(*groups))
-        product = scan_backward.product(combine, len(xs), leaves)
-        if product is not None:
-            why = "its leaves interact, and its channels fill a GPU"
-            return replace(plan, backward=(Group(tuple(leaves), Form.CARRIED, why, product=product),))
+    one_op = _in_one_op(plan, combine, jacobian, xs, groups)
+    if one_op is not None:
+        return replace(plan, backward=(one_op,))
     (some, *_) = (g for g in grads if g is not None)
     return replace(plan, backward=tuple(_plan_group(group, jacobian, some) for group in groups))
+
+
+def _in_one_op(
+    plan: ScanPlan, combine: Callable[..., Any], jacobian: Jacobian, xs: Sequence[Tensor], groups: list[list[int]]
+) -> Group | None:
+    """Return the form of all groups in one op that computes the Jacobian where it is used, or None if there are others."""
+    apart = all(len(group) == 1 for group in groups)
+    if not scan_backward.supported(xs) or (apart and not _computes_coefficients(plan, combine, jacobian, groups)):
+        return None
+    leaves = sorted(itertools.chain(*groups))
+    product = scan_backward.product(combine, len(xs), leaves, apart)
+    if product is None:
+        return None
+    if apart:
+        why = "each leaf interacts with itself only, its coefficients are computed, and its channels fill a GPU"
+        return Group(tuple(leaves), Form.FUSED, why, product=product)
+    return Group(tuple(leaves), Form.CARRIED, "its leaves interact, and its channels fill a GPU", product=product)
+
+
+def _computes_coefficients(plan: ScanPlan, combine: Callable[..., Any], jacobian: Jacobian, groups: list[list[int]]) -> bool:
+    """Whether a leaf has a coefficient that is not an operand (as in a gated recurrence) and not one.
+
+    A captured tensor is a leaf of which all elements are the same, and whose gradient is a sum of what is not rounded yet.
+    """
+    own = [jacobian.get((i, i)) for (i,) in groups]
+    computed = plan.forward is Form.CHANNELS and any(isinstance(entry, Tensor) for entry in own)
+    return computed and len(own) <= scan_backward.MOST_APART and not isinstance(combine, Captured)
 
 
 def _plan_group(group: list[int], jacobian: Jacobian, some: Tensor) -> Group:

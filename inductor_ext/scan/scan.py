@@ -12,7 +12,7 @@ ops are pointwise, so Inductor fuses them into the scan.
 
 Over many channels there are special kernels. ``scan_forward.py`` runs the forward, and the core's linear_scan the forward
 of a gated recurrence. The latter also runs the gradient of a group of one leaf, and ``scan_backward.py`` the
-gradient of leaves that interact.
+gradient of leaves that interact, or whose coefficients are computed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def scan_gradients(
         jacobian = _jacobian(after, before, floating)
         plan = plan_backward(plan, combine, jacobian, xs, grads)
         record_backward(plan)
-        if plan.backward[0].form is Form.CARRIED:
+        if plan.backward[0].product is not None:
             return scan_backward.gradients(plan.backward[0].product, ys, xs, grads, reverse)
         adjoint = _adjoint(jacobian, plan, grads, reverse)
         through = [i for i in adjoint if after[i].requires_grad]

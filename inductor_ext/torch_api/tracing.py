@@ -10,6 +10,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_log, trace_structured
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import get_current_meta
 
@@ -64,9 +65,14 @@ def real_tensors() -> Iterator[None]:
 
 
 def trace_apart(fn: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> torch.fx.GraphModule:
-    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops. An outer trace has no influence on it."""
+    """Trace ``fn`` over real 0-d tensors of ``dtypes`` to ATen ops. An outer trace has no influence on it.
+
+    The gradients of some ops, as ``maximum``, write in place to what they have computed. The second trace has no such
+    writes.
+    """
     with real_tensors():
-        traced = make_fx(fn)(*(torch.ones((), dtype=dtype) for dtype in dtypes))
+        examples = [torch.ones((), dtype=dtype) for dtype in dtypes]
+        traced = make_fx(functionalize(make_fx(fn)(*examples)))(*examples)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced

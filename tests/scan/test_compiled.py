@@ -21,11 +21,14 @@ from .test_scan import (
     decayed,
     gated,
     gradients,
+    largest,
     leaves,
     log_space,
     loop,
     matrix_product,
+    softmax_denominator,
     total,
+    two_gates,
     upper_triangular,
 )
 
@@ -277,11 +280,16 @@ def test_a_linear_recurrence_is_one_kernel_each_way(combine, dim, dtype, device,
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     "combine",
-    [matrix_product, log_space, *(pytest.param(c, marks=pytest.mark.slow) for c in (complex_product, upper_triangular))],
+    [
+        matrix_product,
+        log_space,
+        softmax_denominator,
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (complex_product, upper_triangular, largest, two_gates)),
+    ],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("reverse", [False, True])
-def test_leaves_that_interact_over_many_channels(combine, reverse, device, monkeypatch):
+def test_any_combine_fn_over_many_channels(combine, reverse, device, monkeypatch):
     few_channels_are_enough(monkeypatch)
     xs = [(x.detach() * 0.8).requires_grad_() for x in leaves(COMBINES[combine], 97, torch.float32, device)]
     forwards = [x.flip(0) for x in xs] if reverse else xs
@@ -309,6 +317,13 @@ def test_the_forward_computes_nothing_for_the_backward(device, monkeypatch):
     xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
     (kernel,), _ = codes_of(log_space, xs, 1)
     assert kernel.count("tl.store(") == 1 and "SPANS" in kernel
+
+
+def test_coefficients_are_computed_where_they_are_used(device, monkeypatch):
+    """The gradient of a recurrence in log space is one kernel, which stores the gradients of both leaves."""
+    few_channels_are_enough(monkeypatch)
+    xs = [torch.rand(6, 16, 20, device=device).requires_grad_() for _ in range(2)]
+    assert stores(log_space, xs, 1) == [[1], [2]]
 
 
 def test_the_gradient_of_a_running_sum_reads_nothing_else(device, monkeypatch):

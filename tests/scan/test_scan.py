@@ -85,6 +85,12 @@ def largest_and_where(x1, i1, x2, i2):
     return torch.where(later, x2, x1), torch.where(later, i2, i1)
 
 
+def softmax_denominator(m1, s1, m2, s2):
+    """The maximum of logits so far, and the sum of their exponentials relative to it. The leaves interact."""
+    m = torch.maximum(m1, m2)
+    return m, s1 * torch.exp(m1 - m) + s2 * torch.exp(m2 - m)
+
+
 COMBINES = {
     gated: "ff",
     total: "f",
@@ -101,6 +107,7 @@ COMBINES = {
     delayed: "fff",
     segmented: "if",
     largest_and_where: "fi",
+    softmax_denominator: "ff",
 }
 
 

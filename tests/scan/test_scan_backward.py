@@ -13,12 +13,31 @@ from tests.support import snapshots
 from tests.support.emitted import body, kernels_of
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
 
-from .test_scan import affine_pairs, backwards, complex_product, log_space, loop, matrix_product
+from .test_scan import (
+    affine_pairs,
+    backwards,
+    complex_product,
+    gated,
+    log_space,
+    loop,
+    matrix_product,
+    product,
+    softmax_denominator,
+    two_gates,
+)
 
 # In the package, the modules' names are bound to ops.
 scan_backward = importlib.import_module("inductor_ext.scan.scan_backward")
 
-LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3}
+
+def greatest_and_sum(m1, s1, m2, s2):
+    """Two running values of the second and the first operand, and one whose coefficient depends on both times."""
+    return torch.maximum(m1, m2), torch.tanh(s1) * s2 + s2
+
+
+LEAVES = {matrix_product: 4, complex_product: 2, log_space: 2, affine_pairs: 3, greatest_and_sum: 2, softmax_denominator: 2}
+#: No leaf of these interacts with another.
+APART = {log_space, greatest_and_sum}
 
 
 class Problem:
@@ -39,7 +58,8 @@ class Problem:
         self.grads = [rounded(torch.randn(shape, generator=generator)) for _ in used]
 
     def gradients(self):
-        product = scan_backward.product(self.combine, self.count, range(self.count))
+        apart = self.combine in APART
+        product = scan_backward.product(self.combine, self.count, self.used if apart else range(self.count), apart)
 
         def gradients(xs, ys, grads):
             given = dict(zip(self.used, grads, strict=True))
@@ -65,7 +85,17 @@ class Problem:
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize(
-    "combine, used", [(matrix_product, (3,)), (matrix_product, (0, 1, 2, 3)), (complex_product, (0,)), (log_space, (1,))]
+    "combine, used",
+    [
+        (matrix_product, (3,)),
+        (matrix_product, (0, 1, 2, 3)),
+        (complex_product, (0,)),
+        (log_space, (1,)),
+        (log_space, (0, 1)),
+        (greatest_and_sum, (0, 1)),
+        (greatest_and_sum, (0,)),
+        (softmax_denominator, (0, 1)),
+    ],
 )
 @pytest.mark.parametrize("reverse", [False, True])
 def test_against_autograd(combine, used, reverse, device):
@@ -76,48 +106,59 @@ def test_against_autograd(combine, used, reverse, device):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_opcheck(reverse):
     problem = Problem(affine_pairs, (5, 3, 4), (1, 2), reverse=reverse)
-    found = scan_backward.product(affine_pairs, 3, range(3))
+    found = scan_backward.product(affine_pairs, 3, range(3), False)
     read = [problem.ys[i] for i in found.read]
     parts = (list(part) for part in (found.reached, found.carried, found.driven))
-    arguments = (read, problem.xs, problem.grads, [1, 2], found.source, *parts, reverse)
+    arguments = (read, problem.xs, problem.grads, [1, 2], found.source, *parts, False, reverse)
     torch.library.opcheck(torch.ops.gradfuse.scan_backward.default, arguments)
 
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("length", [1, 2, 4, 9])
-def test_lengths(length, device):
-    problem = Problem(matrix_product, (length, 130), (1, 2), device=device)
+@pytest.mark.parametrize("length", [1, 2, 4, 9, 64, 65, 130])
+@pytest.mark.parametrize("combine, used", [(matrix_product, (1, 2)), (log_space, (1,))])
+def test_lengths(combine, used, length, device):
+    problem = Problem(combine, (length, 130), used, device=device)
     assert max(problem.errors(problem.run())) < 2e-6
 
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_any_memory_order(dim, device):
-    problem = Problem(affine_pairs, (9, 3, 20), (1, 2), dim=dim, device=device)
+@pytest.mark.parametrize("combine, used", [(affine_pairs, (1, 2)), (log_space, (0, 1))])
+def test_any_memory_order(combine, used, dim, device):
+    problem = Problem(combine, (9, 3, 20), used, dim=dim, device=device)
     assert max(problem.errors(problem.run())) < 2e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_half_precision_is_rounded_once(device):
+@pytest.mark.parametrize("combine", [complex_product, log_space])
+def test_half_precision_is_rounded_once(combine, device):
     """The error is at most 1.2 times that of the op's loop in fp32."""
-    problem = Problem(complex_product, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
+    problem = Problem(combine, (20, 70), (0, 1), dtype=torch.bfloat16, device=device)
     eager = problem.errors(problem.gradients())
     assert all(error <= 1.2 * rounded for error, rounded in zip(problem.errors(problem.run()), eager, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dynamic_lengths(device):
+@pytest.mark.parametrize("combine", [complex_product, log_space])
+def test_dynamic_lengths(combine, device):
     """The second length makes Dynamo treat the length as dynamic."""
-    run = Problem(complex_product, (5, 70), (0, 1)).run()
+    run = Problem(combine, (5, 70), (0, 1)).run()
     for length in (9, 30, 7):
-        assert max(Problem(complex_product, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
+        assert max(Problem(combine, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "combine, count, reached, taken", [(gated, 2, [1], False), (product, 1, [0], False), (two_gates, 3, [2], True)]
+)
+def test_coefficients_that_are_operands_need_no_computation(combine, count, reached, taken):
+    assert (scan_backward.product(combine, count, reached, True) is not None) == taken
 
 
 def test_a_graph_with_tensors_of_its_own_is_left():
     table = torch.rand(3)
-    assert scan_backward.product(lambda x1, x2: (x1 * x2 * table[0],), 1, [0]) is None
+    assert scan_backward.product(lambda x1, x2: (x1 * x2 * table[0],), 1, [0], True) is None
 
 
 def emitted(combine, dtype=torch.float32):
@@ -142,8 +183,10 @@ def test_where_it_is_the_way():
 @INTERPRETED
 def test_emitted_kernel():
     snapshots.check(__file__, "scan_backward", body(emitted(matrix_product)))
+    snapshots.check(__file__, "scan_backward_apart", body(emitted(log_space)))
 
 
 def test_fewer_loads_ahead_of_many_leaves():
     stages = [lowering._tile(4, loads)["STAGES"] for loads in (7, 16, 24, 40, 200)]
     assert stages == [4, 4, 2, 1, 1]
+    assert [lowering._tile_of_times(4, loads)["STAGES"] for loads in (3, 7, 9, 20, 40)] == [3, 3, 2, 1, 1]
