@@ -46,7 +46,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of all ranks. width: of a token. heads, buckets: of the attention. experts, topk, hidden: of the experts."""
+    """tokens: of all ranks. width: of a token. heads, buckets: of the attention. The others are of the experts."""
 
     width: int
     tokens: int = 65536
@@ -55,10 +55,11 @@ class Sizes:
     experts: int = 64
     topk: int = 8
     hidden: int = 1024
+    parts: int = 4
 
 
 SIZES = {"attention": Sizes(1024), "experts": Sizes(2048)}
-SMOKE = Sizes(32, tokens=64, heads=2, experts=4, topk=2, hidden=16)
+SMOKE = Sizes(32, tokens=64, heads=2, experts=4, topk=2, hidden=16, parts=2)
 
 
 class Attention(nn.Module):
@@ -87,12 +88,13 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     """A mixture of experts of which each rank has a part.
 
-    The host reads how many rows go where, and the graph breaks there.
+    The tokens of a rank travel in ``parts``, and the experts compute on one part while others travel. The host reads how
+    many rows go where, once for all parts, and the graph breaks there.
     """
 
     def __init__(self, sizes: Sizes, rank: int, world: int) -> None:
         super().__init__()
-        self.topk, self.experts, self.world = sizes.topk, sizes.experts, world
+        self.topk, self.experts, self.world, self.parts = sizes.topk, sizes.experts, world, sizes.parts
         here, width, hidden = sizes.experts // world, sizes.width, sizes.hidden
         self.router = nn.Parameter(torch.randn(sizes.experts, width) / width**0.5)
         self.up = nn.Parameter(torch.randn(here, width, hidden) / width**0.5)
@@ -100,23 +102,31 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, tokens / world, width] -> the same shape."""
-        rows = x[0]
+        rows = x[0].view(self.parts, -1, x.shape[-1])
         weight, chosen = (rows @ self.router.T).softmax(-1).topk(self.topk, -1)
-        expert, order = chosen.flatten().sort(stable=True)
-        outgoing = F.one_hot(expert, self.experts).sum(0)
+        expert, order = chosen.flatten(1).sort(dim=1, stable=True)
+        outgoing = F.one_hot(expert, self.experts).sum(1).view(self.parts, self.world, -1).transpose(0, 1).contiguous()
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing)
-        sent, received = (counts.view(self.world, -1).sum(1).tolist() for counts in (outgoing, incoming))
-        there = all_to_all_single_autograd(rows[order // self.topk], received, sent, dist.group.WORLD)
-        back = all_to_all_single_autograd(self.here(there, incoming), sent, received, dist.group.WORLD)
-        weighted = back * weight.flatten()[order, None]
-        return torch.zeros_like(rows).index_add(0, order // self.topk, weighted)[None]
+        sent, received = (counts.sum(2).T.tolist() for counts in (outgoing, incoming))
+        there = [self._travel(part[o // self.topk], *n) for part, o, *n in zip(rows, order, received, sent, strict=True)]
+        computed = zip(there, incoming.unbind(1), sent, received, strict=True)
+        back = [self._travel(self.here(part, counts), *n) for part, counts, *n in computed]
+        results = [
+            torch.zeros_like(part).index_add(0, o // self.topk, b * w.flatten()[o, None])
+            for part, o, b, w in zip(rows, order, back, weight, strict=True)
+        ]
+        return torch.cat(results)[None]
+
+    def _travel(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Send this many rows to each rank, and return those that come from each rank."""
+        return all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
 
     def here(self, rows: Tensor, incoming: Tensor) -> Tensor:
-        """Apply this rank's experts to the rows of all ranks, which are ordered by rank and then by expert."""
-        of_experts = torch.arange(len(incoming), device=rows.device) % (self.experts // self.world)
-        order = of_experts.repeat_interleave(incoming, output_size=len(rows)).argsort(stable=True)
-        ends = incoming.view(self.world, -1).sum(0).cumsum(0).to(torch.int32)
+        """Apply this rank's experts to rows that are ordered by rank and then by expert. incoming [world, experts here]."""
+        of_experts = torch.arange(incoming.numel(), device=rows.device) % incoming.shape[1]
+        order = of_experts.repeat_interleave(incoming.flatten(), output_size=len(rows)).argsort(stable=True)
+        ends = incoming.sum(0).cumsum(0).to(torch.int32)
         outputs = grouped(F.silu(grouped(rows[order], self.up, ends)), self.down, ends)
         return outputs[order.argsort()]
 
@@ -144,6 +154,7 @@ def measure(case: str, sizes: Sizes, files: Path) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     layer = CASES[case](sizes, rank, world).to(device, dtype)
+    torch.manual_seed(1 + rank)
     x = torch.randn(1, sizes.tokens // world, sizes.width, device=device, dtype=dtype).requires_grad_()
     run = torch.compile(layer, backend="gradfuse")
     replicated = [p for name, p in layer.named_parameters() if name not in OWN]
