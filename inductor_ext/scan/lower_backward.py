@@ -67,8 +67,7 @@ def lower(
     slices, _, channels = xs[0].get_size()
     names = [*(f"Y_{i}" for i in range(len(ys))), *(f"X_{i}" for i in range(len(xs))), *(f"lambda_{i}" for i in reached)]
     itemsize = min(x.dtype.itemsize for x in layouts)
-    # Leaves that do not interact are read twice.
-    tile = _tile_of_times(itemsize, 2 * len(inputs) - len(grads)) if apart else _tile(itemsize, len(inputs))
+    tile = _tile_of_times(itemsize, len(inputs)) if apart else _tile(itemsize, len(inputs))
     last = run(
         _apart_template if apart else _template,
         [tile],
