@@ -159,7 +159,7 @@ def models_table() -> str:
     step = wide.step
     peak = (wide.step_peak_mb / 1024).map("{:.1f}".format, na_action="ignore")
     ours = rows[rows.peer == "gradfuse"].set_index("model")
-    rows["first"] = [_first_step(row) for row in rows.to_dict("records")]
+    rows["first"] = rows.first_step_s.map("{:.0f}".format, na_action="ignore")
     first = by_peer(rows, "model", ["first"])["first"]
     on = ours.date + ", " + ours.device.str.removeprefix("NVIDIA ").str.split().str[0]
     columns = [step.eager, step.stock, step.gradfuse, ratio, peak.stock, peak.gradfuse, first.stock, first.gradfuse]
@@ -169,13 +169,8 @@ def models_table() -> str:
     return (
         f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
         "The time in brackets is that for which the GPU is busy. "
-        "The peak is what a step allocates beyond the parameters. The first step is with empty caches / with full ones.\n\n"
+        "The peak is what a step allocates beyond the parameters. The first step is with empty caches.\n\n"
     ) + markdown(head, lines.to_numpy())
-
-
-def _first_step(row: dict[str, Any]) -> str:
-    seconds = [row.get("first_step_s"), row.get("warm_first_step_s")]
-    return " / ".join("–" if pd.isna(s) else f"{s:.0f}" for s in seconds) if not pd.isna(seconds[0]) else "–"
 
 
 def _fired(counts: dict[str, int]) -> str:
