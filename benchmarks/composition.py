@@ -64,17 +64,24 @@ def several_gpus_table() -> str:
 
 
 def scaling_table() -> str:
-    """The layers of ``scaling.py`` on several GPUs. The ideal is the time of one GPU divided by their number."""
+    """The layers of ``scaling.py`` on several GPUs. The ideal is the shortest time on one GPU divided by their number."""
     result = load("scaling")
     rows = measured(result)
-    alone = rows[rows.gpus == 1].set_index("case").step_ms
-    ideal = rows.case.map(alone) / rows.gpus
+    layer = rows.case.str.split().str[0]
+    alone = rows[rows.gpus == 1].groupby(layer).step_ms.min()
+    ideal = layer.map(alone) / rows.gpus
     of_ideal = (ideal / rows.step_ms).map("{:.0%}".format)
     step, peak = rows.step_ms.map("{:.1f}".format), (rows.peak_mb / 1024).map("{:.1f}".format)
-    cells = zip(rows.case, rows.tokens, rows.gpus, step, of_ideal, peak, strict=True)
+    columns = [rows.case, rows.tokens, rows.gpus, step, of_ideal]
+    header = "layer | tokens | GPUs | step, ms | of the ideal"
+    if "exchanges_ms" in rows:
+        columns += [rows.compute_ms.map("{:.1f}".format), rows.exchanges_ms.map("{:.1f}".format)]
+        header += " | kernels of a GPU, ms | exchanges, ms"
     e = result["environment"]
-    header = "layer | tokens | GPUs | step, ms | of the ideal | peak of a GPU, GB"
-    return f"Measured {e['date']} on {e['device']}, torch {e['torch']}.\n\n" + markdown(header, cells)
+    cells = zip(*columns, peak, strict=True)
+    return f"Measured {e['date']} on {e['device']}, torch {e['torch']}.\n\n" + markdown(
+        f"{header} | peak of a GPU, GB", cells
+    )
 
 
 def one_process_table() -> str:

@@ -9,8 +9,9 @@ each rank reads T5's bias at the offset of its queries. ``experts`` is expert pa
 and of the experts, and rows travel to the rank of their expert and back. Parameters that every rank has are replicated, and
 their gradients are summed by one all_reduce. A step is forward, backward and these sums. The problem has the same size for
 any number of GPUs, so the ideal time on n GPUs is that of the same code on one, divided by n. (On one GPU, ``experts``
-exchanges rows with itself, which a layer for one GPU would not do.) All cases compile at the same time, and then they are
-timed one after another.
+exchanges rows with itself, which a layer for one GPU would not do.) ``experts in n parts`` sends its tokens in parts, so
+that the experts can compute on one part while others travel; on one GPU that only costs. All cases compile at the same time,
+and then they are timed one after another.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import inductor_ext  # noqa: F401  (registers the backend)
 
 from .flex import t5_bucket
-from .runner import RESULTS, environment
+from .runner import RESULTS, environment, kernels
 
 STEPS = 10
 #: Inductor's options for a graph in which exchanges begin as early, and are waited for as late, as its order allows.
@@ -60,11 +61,10 @@ class Sizes:
     experts: int = 64
     topk: int = 8
     hidden: int = 1024
-    parts: int = 4
+    parts: int = 1
 
 
-SIZES = {"attention": Sizes(1024), "experts": Sizes(2048)}
-SMOKE = Sizes(32, tokens=64, heads=2, experts=4, topk=2, hidden=16, parts=2)
+SMOKE = Sizes(32, tokens=64, heads=2, experts=4, topk=2, hidden=16)
 
 
 class Attention(nn.Module):
@@ -99,8 +99,7 @@ class Experts(nn.Module):
 
     def __init__(self, sizes: Sizes, rank: int, world: int) -> None:
         super().__init__()
-        self.topk, self.experts, self.world = sizes.topk, sizes.experts, world
-        self.parts = sizes.parts if world > 1 else 1
+        self.topk, self.experts, self.world, self.parts = sizes.topk, sizes.experts, world, sizes.parts
         here, width, hidden = sizes.experts // world, sizes.width, sizes.hidden
         self.router = nn.Parameter(torch.randn(sizes.experts, width) / width**0.5)
         self.up = nn.Parameter(torch.randn(here, width, hidden) / width**0.5)
@@ -147,7 +146,13 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return torch.einsum("nd,ndf->nf", rows, matrices[expert])
 
 
-CASES: dict[str, Callable[[Sizes, int, int], nn.Module]] = {"attention": Attention, "experts": Experts}
+#: name -> the layer, from its sizes, the rank and the number of ranks, and its sizes
+CASES: dict[str, tuple[Callable[[Sizes, int, int], nn.Module], Sizes]] = {
+    "attention": (Attention, Sizes(1024)),
+    "experts": (Experts, Sizes(2048, parts=1)),
+    "experts in 2 parts": (Experts, Sizes(2048, parts=2)),
+    "experts in 4 parts": (Experts, Sizes(2048, parts=4)),
+}
 #: Parameters of which each rank has its own part.
 OWN = ("up", "down")
 
@@ -155,13 +160,15 @@ OWN = ("up", "down")
 def measure(case: str, sizes: Sizes, files: Path) -> dict[str, Any]:
     """Measure steps of this rank, and return the row: the slowest rank counts in each step, and the largest peak.
 
-    files: where this rank writes the file ``ready.RANK`` after its first steps. Then it waits for the file ``go``.
+    exchanges_ms, compute_ms: the durations of NCCL's kernels in a step of this rank, in which it also waits for others, and
+    of all other kernels. files: where this rank writes the file ``ready.RANK`` after its first steps. Then it waits for the
+    file ``go``.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    layer = CASES[case](sizes, rank, world).to(device, dtype)
+    layer = CASES[case][0](sizes, rank, world).to(device, dtype)
     torch.manual_seed(1 + rank)
     x = torch.randn(1, sizes.tokens // world, sizes.width, device=device, dtype=dtype).requires_grad_()
     run = torch.compile(layer, backend="gradfuse", options=OVERLAP)
@@ -191,7 +198,12 @@ def measure(case: str, sizes: Sizes, files: Path) -> dict[str, Any]:
     peak = torch.tensor(float(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0), device=device)
     for most in (times, peak):
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    return row | {"step_ms": 1000 * statistics.median(times.tolist()), "peak_mb": float(peak) / 2**20}
+    row |= {"step_ms": 1000 * statistics.median(times.tolist()), "peak_mb": float(peak) / 2**20}
+    if device.type == "cuda":
+        found = kernels(step, runs=STEPS)
+        exchanges = sum(ms for name, (_, ms) in found.items() if "nccl" in name)
+        row |= {"exchanges_ms": exchanges, "compute_ms": sum(ms for _, ms in found.values()) - exchanges}
+    return row
 
 
 def _wait(device: torch.device) -> None:
@@ -214,7 +226,7 @@ def _work(case: str, smoke: bool, files: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    row = measure(case, SMOKE if smoke else SIZES[case], files)
+    row = measure(case, replace(SMOKE, parts=CASES[case][1].parts) if smoke else CASES[case][1], files)
     if dist.get_rank() == 0:
         print(json.dumps(row), flush=True)
     dist.destroy_process_group()
@@ -264,7 +276,7 @@ def main() -> None:
         try:
             for case in given.case or CASES:
                 for gpus in given.gpus or (1, 2, 4):
-                    runs.append(Run(case, gpus, given.smoke, Path(folder, f"{case}-{gpus}")))
+                    runs.append(Run(case, gpus, given.smoke, Path(folder, str(len(runs)))))
             for run in runs:
                 run.wait_for_first_steps()
             for run in runs:
