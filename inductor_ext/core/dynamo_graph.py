@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..torch_api.frontend import saved_tensors_hooks_disabled
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
-from ..torch_api.sizes import statically_known_true
+from ..torch_api.sizes import composed, statically_known_true
 from .fx import value_of, value_or_none
 
 
@@ -74,7 +74,16 @@ class Inserter:
         return self._sizes[str(size)]
 
     def _found_size(self, size: torch.SymInt) -> Any:
-        """Return a node for a size: an input of the graph, or a dim of one. Without one, the size itself stays."""
+        """Return a node for a size: of an input of the graph, or computed of these. Without one, the size itself stays."""
+        found = self._size_of_input(size)
+        if found is None:
+            found = composed(size, self._size_of_input)
+            if found is not None:
+                self._value_sizes(found)
+        return size if found is None else found
+
+    def _size_of_input(self, size: torch.SymInt) -> Node | None:
+        """Return a node for a size that is an input of the graph, or a dim of one; None if it is neither."""
         inputs = self.graph.find_nodes(op="placeholder")
         for node in inputs:
             if isinstance(value_or_none(node), torch.SymInt) and statically_known_true(value_or_none(node) == size):
@@ -83,7 +92,14 @@ class Inserter:
             for dim, n in enumerate(getattr(value_or_none(node), "shape", ())):
                 if isinstance(n, torch.SymInt) and statically_known_true(n == size):
                     return self._with_value(self.graph.call_method("size", (node, dim)), torch.Tensor.size)
-        return size
+        return None
+
+    def _value_sizes(self, node: Node) -> None:
+        """Give a value to each node, of those that compute a size, that has none."""
+        if value_or_none(node) is None:
+            for before in node.all_input_nodes:
+                self._value_sizes(before)
+            self._with_value(node, node.target)
 
     def _with_value(self, node: Node, target: Callable[..., Any]) -> Node:
         node.meta.update(self._kept)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._inductor.virtualized import V
+from torch.fx import Node, Proxy
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = ["CeilDiv", "FloorDiv", "Mod", "ValueRanges", "bound_sympy", "statically_known_true"]
@@ -33,6 +37,22 @@ def known_at_most(value: Any, most: int) -> bool:
 def size_hint(size: Any) -> int | None:
     """Return the value that an int or SymInt of a graph had when it was traced, or None if it depends on data."""
     return size if isinstance(size, int) else size.node.hint
+
+
+def is_computed(size: Any) -> bool:
+    """Return whether a size is symbolic, but no symbol, as ``4 * s``."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols) and not size.node.expr.is_Symbol
+
+
+def composed(size: torch.SymInt, read: Callable[[torch.SymInt], Node | None]) -> Node | None:
+    """Insert nodes that compute a size, as ``4 * s``, from those that ``read`` finds for its symbols, and return the last.
+
+    It is None if a symbol has no node.
+    """
+    symbols = {s: read(size.node.shape_env.create_symintnode(s, hint=None)) for s in size.node.expr.free_symbols}
+    if None in symbols.values():
+        return None
+    return sympy_interp(PythonReferenceAnalysis, {s: Proxy(n) for s, n in symbols.items()}, size.node.expr).node
 
 
 def guarded_true(condition: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...core.fx import dtype_of, requires_grad, same_sizes, shape_of
-from ...core.terms import arg
+from ...core.terms import arg, number
 from ...core.writes import Writes
 from ..kinds import K, Q
 from . import views
@@ -30,7 +30,8 @@ def fused(node: Node, writes: Writes) -> Attention | None:
     causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
     if not requires_grad(mask):
         return None
-    if not isinstance(dropout, (int, float)):
+    dropout = number(dropout)
+    if dropout is None:
         raise NotAttention("its dropout probability is not constant")
     if not isinstance(causal, bool):
         raise NotAttention("is_causal is not constant")
@@ -66,7 +67,7 @@ def fused(node: Node, writes: Writes) -> Attention | None:
         score=score,
         scale=float(scale),
         out=tuple(range(len(batch) + 2)),
-        dropout=float(dropout),
+        dropout=dropout,
         lift=lift,
     )
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 from ...core.fx import HALF, dtype_of, fake_tensor, requires_grad, shape_of
 from ...core.purity import is_pure
 from ...core.report import user_line
-from ...core.terms import CASTS, arg, calls_torch, is_tensor, op
+from ...core.terms import CASTS, arg, calls_torch, is_tensor, number, op
 from ...core.writes import Writes
 from ...torch_api.sizes import size_hint
 from ..footprints import is_pointwise
@@ -308,7 +308,7 @@ def drops_nothing(node: Node) -> bool:
     """Return whether a node is a dropout with probability 0, or one of inference."""
     # torch.dropout has another name for its last argument than the functional one.
     training = arg(node, 2, "training", node.kwargs.get("train", True))
-    return op(node) == "dropout" and (arg(node, 1, "p", 0.5) == 0.0 or training is False)
+    return op(node) == "dropout" and (number(arg(node, 1, "p", 0.5)) == 0.0 or training is False)
 
 
 def _value_at(position: int, name: str) -> Any:

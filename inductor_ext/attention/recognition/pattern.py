@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from ...core.fx import cone, dtype_of, fake_tensor, shape_of
 from ...core.purity import is_pure
-from ...core.terms import CASTS, arg, calls_torch, is_tensor, op, reads_shape
+from ...core.terms import CASTS, arg, calls_torch, is_tensor, number, op, reads_shape
 from ...core.writes import Writes
-from ...torch_api.sizes import statically_known_true
+from ...torch_api.sizes import size_hint, statically_known_true
 from ..kinds import K, Q
 from . import views
 from .attentions import WIDTH, Attention, PositionsOf, check_reads
@@ -67,7 +67,10 @@ _BETWEEN = CASTS | views.VIEWS.keys() | {"dropout"}
 
 @dataclass(frozen=True)
 class _Letters:
-    """The letters of the dims of ``probabilities @ values``: those of both factors and of the result, and what they are."""
+    """The letters of the dims of ``probabilities @ values``: those of both factors and of the result, and what they are.
+
+    Of the letters that values do not have, one counts queries. The others are batch dims: heads that share a head of values.
+    """
 
     weights: str
     values: str
@@ -78,28 +81,27 @@ class _Letters:
     width: str
 
     @staticmethod
-    def of(weights: str, values: str, out: str) -> _Letters | None:
-        """Return None if the letters are not those of the second product of an attention."""
+    def of(weights: str, values: str, out: str, sizes: Sequence[Any]) -> _Letters | None:
+        """Return None if the letters are not those of the second product of an attention. sizes: those of the weights."""
         keys = [x for x in weights if x not in out]
         queries = [x for x in weights if x in out and x not in values]
         widths = [x for x in out if x not in weights]
-        if not len(keys) == len(queries) == len(widths) == 1:
+        if not len(keys) == len(widths) == 1 or not queries:
             return None
-        batch = [x for x in weights if x not in (keys[0], queries[0])]
-        if (
-            keys[0] not in values
-            or set(values) - {*batch, keys[0], widths[0]}
-            or set(out) != {*batch, queries[0], widths[0]}
-        ):
+        # The most queries make the fewest kernels' programs idle. Of equally many, the dim beside the keys is meant.
+        known = dict(zip(weights, map(size_hint, sizes), strict=True))
+        query = max(queries, key=lambda x: (known[x] or 0, weights.index(x)))
+        batch = [x for x in weights if x not in (keys[0], query)]
+        if keys[0] not in values or set(values) - {*batch, keys[0], widths[0]} or set(out) != {*batch, query, widths[0]}:
             return None
-        return _Letters(weights, values, out, batch, queries[0], keys[0], widths[0])
+        return _Letters(weights, values, out, batch, query, keys[0], widths[0])
 
 
 def _spelt_out(node: Node, which: int, letters: tuple[str, str, str], softmax: Node, writes: Writes) -> Attention | None:
-    dims = _Letters.of(letters[which], letters[1 - which], letters[2])
+    probabilities, value = (node_operands(node)[x] for x in (which, 1 - which))
+    dims = _Letters.of(letters[which], letters[1 - which], letters[2], shape_of(probabilities))
     if dims is None:
         return None
-    probabilities, value = (node_operands(node)[x] for x in (which, 1 - which))
     of_weights, of_values, of_result = (
         dict(zip(names, shape_of(n), strict=True))
         for names, n in ((dims.weights, probabilities), (dims.values, value), (dims.out, node))
@@ -189,11 +191,14 @@ def _probabilities(node: Node, index: views.Index, ranges: Ranges) -> _Probabili
     dim = arg(node, 1, "dim")
     rank = len(shape_of(node))
     rows = [i for d, i in enumerate(index) if isinstance(dim, int) and d != dim % rank]
-    if not isinstance(dim, int) or index[dim % rank] != K or any(K in positions_in(i) for i in rows):
+    # A sink in front of the keys.
+    first = isinstance(dim, int) and index[dim % rank] == K + 1
+    if not isinstance(dim, int) or not (first or index[dim % rank] == K) or any(K in positions_in(i) for i in rows):
         raise NotAttention("the softmax is not over the keys")
     if not calls_torch(node):
         raise NotAttention("its softmax is not torch's")
-    operand = logits(node, ranges.extents[K]) if dim % rank == rank - 1 else None
+    index = tuple(K if d == dim % rank else i for d, i in enumerate(index))
+    operand = logits(node, ranges.extents[K], first) if dim % rank == rank - 1 else None
     if operand is None:
         raise NotAttention("the softmax is over other keys than the product with the values")
     return _Probabilities(node, index, dropout, between, operand)
@@ -211,10 +216,10 @@ def _dropout(node: Node) -> float:
         return 0.0
     if arg(node, 3, "inplace", False):
         raise NotAttention("its dropout is in place")
-    p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", node.kwargs.get("train", True))
-    if not isinstance(p, (int, float)) or not isinstance(training, bool):
+    p, training = number(arg(node, 1, "p", 0.5)), arg(node, 2, "training", node.kwargs.get("train", True))
+    if p is None or not isinstance(training, bool):
         raise NotAttention("its dropout probability is not constant")
-    return float(p)
+    return p
 
 
 def _ignores_values(user: Node, scores: Node) -> bool:

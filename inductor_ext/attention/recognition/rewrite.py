@@ -23,10 +23,10 @@ from ...core.report import STOCK, leave_to_stock, record, user_line
 from ...core.terms import is_one, op, reads_shape
 from ...core.writes import Writes
 from ...options import Options
-from ...torch_api.config import uses_eager_random_numbers
+from ...torch_api.config import uses_eager_random_numbers, uses_triton_on_cpu
 from ...torch_api.graph import is_wrapper, storage_of
 from ...torch_api.higher_order import flex_attention_hop, no_block_mask
-from ...torch_api.sizes import size_hint, statically_known_true
+from ...torch_api.sizes import is_computed, size_hint, statically_known_true
 from .. import kernel_dropout
 from ..calls import ForwardCall
 from ..canonical import install
@@ -47,6 +47,8 @@ from .skipping import skipped_blocks
 NAME = "attention_pattern"
 #: Shorter sequences, and narrower heads, would leave most of a kernel's tiles empty.
 SHORTEST = 16
+#: Tiles of wider heads, as of attention over channels, whose width is the number of tokens, do not fit.
+WIDEST = 256
 #: On a CPU, stock's dense code takes half to three quarters of the time of our blocks. With this many scores it would have
 #: several tensors of a gigabyte for each attention.
 FEWEST_ON_CPU = 2**28
@@ -124,10 +126,14 @@ def _why_stock(attention: Attention, options: Options) -> str | None:
     scores = [size_hint(n) for n in extents.values()]
     if device.type == "cpu" and (None in scores or math.prod(scores) < FEWEST_ON_CPU):
         return "stock is faster on a CPU, if the scores are not very many"
+    if device.type == "cpu" and any(map(is_computed, extents.values())) and not uses_triton_on_cpu():
+        return "on a CPU, loops cannot have a batch whose size is computed of a symbolic one"
     widths = [shape_of(n)[index.index(WIDTH)] if WIDTH in index else 1 for n, index in (attention.query, attention.value)]
     # A kernel is made for one width, so a symbolic one becomes a guard.
     if any(int(n) < SHORTEST for n in widths):
         return f"its heads have fewer than {SHORTEST} channels"
+    if any(int(n) > WIDEST for n in widths):
+        return f"its heads have more than {WIDEST} channels"
     return None
 
 

@@ -1,7 +1,8 @@
 """Attention sinks: a logit in each row that is no key's. It takes a part of the probability and adds nothing to the result.
 
 ``softmax(cat([scores, sink], -1))[..., :-1] @ v``, as gpt-oss spells it, is the attention over the scores alone, times the
-part of the probability that the sink leaves them: ``sigmoid(logsumexp(scores) - sink)``.
+part of the probability that the sink leaves them: ``sigmoid(logsumexp(scores) - sink)``. So is
+``softmax(cat([sink, scores], -1))[..., 1:] @ v``, as x-transformers spells it.
 """
 
 from __future__ import annotations
@@ -26,26 +27,32 @@ from .rows import evaluate
 
 @dataclass(frozen=True)
 class Logits:
-    """The operand of a softmax. sink: the last logit of each row, or None. inside: the nodes before the softmax."""
+    """The operand of a softmax. sink: a further logit of each row, or None. inside: the nodes before the softmax."""
 
     scores: Node
     sink: Node | None = None
     inside: tuple[Node, ...] = ()
 
 
-def logits(softmax: Node, keys: Any) -> Logits | None:
-    """Return the logits of a softmax over the last dim, if these are the scores of ``keys`` keys, with or without a sink."""
+def logits(softmax: Node, keys: Any, first: bool) -> Logits | None:
+    """Return the logits of a softmax over the last dim, if these are the scores of ``keys`` keys, with or without a sink.
+
+    first: whether the sink stands in front of the scores.
+    """
     operand = arg(softmax, 0, "input")
-    if statically_known_true(shape_of(operand)[-1] == keys):
+    if not first and statically_known_true(shape_of(operand)[-1] == keys):
         return Logits(operand)
     shifted = _before_shift(operand)
     inside, operand = ((operand, *shifted[1]), shifted[0]) if shifted else ((), operand)
     if op(operand) != "cat" or arg(operand, 1, "dim") not in (-1, len(shape_of(operand)) - 1):
         return None
     parts = arg(operand, 0, "tensors")
-    if len(parts) != 2 or not is_one(shape_of(parts[1])[-1]) or not statically_known_true(shape_of(parts[0])[-1] == keys):
+    if len(parts) != 2:
         return None
-    return Logits(parts[0], parts[1], (*inside, operand))
+    scores, sink = reversed(parts) if first else parts
+    if not is_one(shape_of(sink)[-1]) or not statically_known_true(shape_of(scores)[-1] == keys):
+        return None
+    return Logits(scores, sink, (*inside, operand))
 
 
 def _before_shift(node: Any) -> tuple[Node, tuple[Node, ...]] | None:

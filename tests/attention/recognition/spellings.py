@@ -258,6 +258,28 @@ def off_by_one(q, k, v, table):
     return logits.softmax(-1)[..., :S] @ v
 
 
+def sink_in_front(q, k, v, sinks, table):
+    """As x-transformers spells a sink in each head, with a bias."""
+    i = torch.arange(S)
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) / 4 + table[:, i[:, None] - i + S - 1]
+    logits = torch.cat((sinks[None, :, None, None].expand(B, -1, S, -1), scores), dim=-1)
+    return torch.einsum("bhij,bhjd->bhid", logits.softmax(-1)[..., 1:], v)
+
+
+def one_head_of_keys(q, k, v, table):
+    """As x-transformers spells heads that share one head of keys and values."""
+    i = torch.arange(S)
+    scores = torch.einsum("bhid,bjd->bhij", q, k) / 4 + table[:, i[:, None] - i + S - 1]
+    return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
+
+
+def grouped_einsum(q, k, v, table):
+    """Queries have a dim for the heads of keys and one for the heads that share it."""
+    i = torch.arange(S)
+    scores = torch.einsum("bgrid,bgjd->bgrij", q, k) / 4 + table[:, i[:, None] - i + S - 1].view(1, H, 2, S, S)
+    return torch.einsum("bgrij,bgjd->bgrid", scores.softmax(-1), v)
+
+
 def soft_capped(q, k, v, bias):
     """A soft cap, and heads beside positions in memory."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4 + bias
@@ -313,6 +335,9 @@ SPELLINGS = {
     "learned_alibi": Spelling(learned_alibi, (*HEADS, (H,), padding())),
     "gpt_oss": Spelling(gpt_oss, (HEADS[0], *((B, 1, S, D),) * 2, (H,), padding([1])), "1 are learned, with its sink"),
     "off_by_one": Spelling(off_by_one, (*HEADS, (H, 2 * S - 1)), "with its sink"),
+    "sink_in_front": Spelling(sink_in_front, (*HEADS, (H,), (H, 2 * S - 1)), "with its sink"),
+    "one_head_of_keys": Spelling(one_head_of_keys, (HEADS[0], *((B, S, D),) * 2, (H, 2 * S - 1)), "head+diagonal"),
+    "grouped_einsum": Spelling(grouped_einsum, ((B, H, 2, S, D), *((B, H, S, D),) * 2, (2 * H, 2 * S - 1))),
     "soft_capped": Spelling(soft_capped, (*((B, S, H, D),) * 3, (1, H, S, S))),
     "documents": Spelling(documents, (*HEADS, (H, 10), torch.arange(S).expand(B, S) // 12), "head+diagonal"),
 }

@@ -1,11 +1,16 @@
 """Programs for which recognition was wrong once: writes, gradient modes, dtypes, shapes and lookups at the edges."""
 
+import contextlib
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+
+from inductor_ext.core.report import collect
+from tests.attention.case import relative_error
+from tests.support.interpreter import DEVICES, triton_on_cpu
 
 from .spellings import B, D, H, S
 from .test_traps import decisions, randn, tensors
@@ -360,3 +365,47 @@ def test_functions_that_only_have_the_name_of_torch_s():
 
     torch.compiler.allow_in_graph(softmax)
     assert "flex_attention" not in paths(lambda q, k, v, b: softmax(q @ k.mT + b, -1) @ v, *tensors(), bias())
+
+
+class Folded(torch.nn.Module):
+    """Heads are a part of the batch, as in timm's BottleneckAttn, and a dropout of 0 is a number of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = torch.nn.Parameter(torch.randn(2 * S - 1)), torch.nn.Dropout(0.0)
+
+    def forward(self, x):
+        q, k, v = (y.reshape(-1, S, D) for y in x.view(-1, S, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0))
+        i = torch.arange(S, device=x.device)
+        y = self.dropout((q @ k.mT + self.table[i[:, None] - i + S - 1]).softmax(-1)) @ v
+        return y.view(-1, H, S, D).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.breadth(1)
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_heads_in_a_batch_of_any_size(dynamic, device):
+    """A size of the result is three times a size of an input. Loops on a CPU cannot have it, but kernels can."""
+    torch._dynamo.reset()
+    module = Folded().to("cuda" if device == "cuda" else "cpu")
+    run = torch.compile(module, backend="gradfuse", dynamic=dynamic)
+    with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext(), collect() as report:
+        for batch in (2, 3, 5):
+            x = torch.randn(batch, S, 3 * H * D, device=module.table.device, requires_grad=True)
+            leaves = (x, module.table)
+            got, want = ((y, *torch.autograd.grad(y.square().sum(), leaves)) for y in (run(x), module(x)))
+            assert all(relative_error(g, w) < 1e-5 for g, w in zip(got, want, strict=True))
+    found = {d.path for d in report.decisions if d.pass_name == "attention_pattern"}
+    static = set() if dynamic else {"flex_attention"}
+    assert found == static | {"stock" if device == "cpu" else "flex_attention"}
+
+
+def test_channels_attend():
+    """The width of the heads is the number of tokens, as in XCiT, for which no tile fits."""
+    x, temperature = randn(1, 2, 16, 300), randn(2, 1, 1)
+
+    def function(x, temperature):
+        return (F.normalize(x, dim=-1) @ F.normalize(x, dim=-1).mT * temperature).softmax(-1) @ x
+
+    (decision,) = decisions(function, x, temperature)
+    assert decision.path == "stock" and "more than 256 channels" in decision.why

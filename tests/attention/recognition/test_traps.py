@@ -69,6 +69,17 @@ def two_sinks(q, k, v, bias):
     return scores.softmax(-1)[..., :-2] @ v
 
 
+def a_sink_between_keys(q, k, v, bias):
+    scores = q @ k.mT + bias
+    logits = torch.cat([scores[..., :1], bias[..., :1].expand(B, -1, -1, -1), scores[..., 1:]], -1)
+    return logits.softmax(-1)[..., 1:] @ v
+
+
+def the_first_key_is_dropped(q, k, v, bias):
+    scores = q @ k.mT + bias
+    return torch.cat([scores, bias[..., :1].expand(B, -1, -1, -1)], -1).softmax(-1)[..., 1:] @ v
+
+
 def a_sink_of_the_scores(q, k, v, bias):
     scores = q @ k.mT + bias
     return torch.cat([scores, scores[..., :1]], -1).softmax(-1)[..., :-1] @ v
@@ -99,6 +110,8 @@ LOOKALIKES = {
     softmax_over_heads: "not over the keys",
     a_bias_of_the_scores: "also used",
     two_sinks: "over other keys",
+    a_sink_between_keys: "over other keys",
+    the_first_key_is_dropped: "over other keys",
     a_sink_of_the_scores: "also used",
     a_sink_with_a_value: None,
     talking_heads: None,
