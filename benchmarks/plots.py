@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from .costs import compile_times
 from .rows import BYTES_PER_MS, by_peer, load, measured
 
 #: The colours of peers.
@@ -22,6 +23,8 @@ def write(folder: Path) -> None:
     moe_plot(folder / "moe.svg")
     mlstm_plot(folder / "mlstm.svg")
     scan_plot(folder / "scan.svg")
+    scaling_plot(folder / "scaling.svg")
+    compile_time_plot(folder / "compile_time.svg")
 
 
 def lines_plot(path: Path, xlabel: str, ylabel: str, times: pd.DataFrame, colours: dict[str, str]) -> None:
@@ -82,6 +85,20 @@ def scan_plot(path: Path) -> None:
     rows["length"] = rows["shape"].str[1]
     times = rows.pivot(index="length", columns="peer", values="backward_kernels_ms")
     lines_plot(path, "length", "backward, ms", times, {"stock": STOCK, "stock, generic": OTHER, "gradfuse": OURS})
+
+
+def scaling_plot(path: Path) -> None:
+    """Time of a step by the number of GPUs."""
+    rows = measured(load("scaling"))
+    times = rows[rows.refused.isna()].pivot(index="gpus", columns="case", values="step_ms")
+    lines_plot(path, "GPUs", "step, ms", times, dict(zip(times, (OURS, STOCK, OTHER, EAGER), strict=False)))
+
+
+def compile_time_plot(path: Path) -> None:
+    """Time of a first step over stock's, by model."""
+    seconds = compile_times()
+    values = pd.DataFrame({when: seconds[f"{when}_s"].gradfuse / seconds[f"{when}_s"].stock for when in ("cold", "warm")})
+    bars_plot(path, "first step / stock's (log)", values, {"cold": OTHER, "warm": OURS}, ".2f")
 
 
 def moe_plot(path: Path) -> None:

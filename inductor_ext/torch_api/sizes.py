@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,9 +39,10 @@ def size_hint(size: Any) -> int | None:
     return size if isinstance(size, int) else size.node.hint
 
 
-def is_computed(size: Any) -> bool:
-    """Return whether a size is symbolic, but no symbol, as ``4 * s``."""
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols) and not size.node.expr.is_Symbol
+def has_all_symbols(sizes: Iterable[Any]) -> bool:
+    """Return whether each symbol in symbolic sizes, as in ``4 * s``, is one of the sizes itself."""
+    expressions = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
+    return {s for e in expressions for s in e.free_symbols} <= {e for e in expressions if e.is_Symbol}
 
 
 def composed(size: torch.SymInt, read: Callable[[torch.SymInt], Node | None]) -> Node | None:

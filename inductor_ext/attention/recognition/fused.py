@@ -55,9 +55,8 @@ def fused(node: Node, writes: Writes) -> Attention | None:
     if causal:
         distance = Position(K - Q, torch.int64)
         score = _hidden(Apply("call_function", operator.le, (distance, 0), {}, torch.bool), score, dtype_of(query))
+    scale = int(shapes[0][-1]) ** -0.5 if scale is None else number(scale)
     if scale is None:
-        scale = int(shapes[0][-1]) ** -0.5
-    if not isinstance(scale, (int, float)):
         raise NotAttention("its scale is not constant")
     return Attention(
         last=node,
@@ -65,7 +64,7 @@ def fused(node: Node, writes: Writes) -> Attention | None:
         key=(key, (*of_keys, K, WIDTH)),
         value=(value, (*of_keys, K, WIDTH)),
         score=score,
-        scale=float(scale),
+        scale=scale,
         out=tuple(range(len(batch) + 2)),
         dropout=dropout,
         lift=lift,

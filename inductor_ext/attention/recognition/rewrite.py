@@ -26,7 +26,7 @@ from ...options import Options
 from ...torch_api.config import uses_eager_random_numbers, uses_triton_on_cpu
 from ...torch_api.graph import is_wrapper, storage_of
 from ...torch_api.higher_order import flex_attention_hop, no_block_mask
-from ...torch_api.sizes import is_computed, size_hint, statically_known_true
+from ...torch_api.sizes import has_all_symbols, size_hint, statically_known_true
 from .. import kernel_dropout
 from ..calls import ForwardCall
 from ..canonical import install
@@ -126,7 +126,7 @@ def _why_stock(attention: Attention, options: Options) -> str | None:
     scores = [size_hint(n) for n in extents.values()]
     if device.type == "cpu" and (None in scores or math.prod(scores) < FEWEST_ON_CPU):
         return "stock is faster on a CPU, if the scores are not very many"
-    if device.type == "cpu" and any(map(is_computed, extents.values())) and not uses_triton_on_cpu():
+    if device.type == "cpu" and not has_all_symbols(extents.values()) and not uses_triton_on_cpu():
         return "on a CPU, loops cannot have a batch whose size is computed of a symbolic one"
     widths = [shape_of(n)[index.index(WIDTH)] if WIDTH in index else 1 for n, index in (attention.query, attention.value)]
     # A kernel is made for one width, so a symbolic one becomes a guard.

@@ -409,3 +409,30 @@ def test_channels_attend():
 
     (decision,) = decisions(function, x, temperature)
     assert decision.path == "stock" and "more than 256 channels" in decision.why
+
+
+class Numbers(torch.nn.Module):
+    """Numbers of a module, which are symbolic with ``dynamic=True``."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.scale, self.dropout = torch.nn.Parameter(bias()[0].detach()), 0.3, torch.nn.Dropout(0.0)
+
+    def forward(self, q, k, v):
+        mask = self.bias.expand(q.shape[0], -1, -1, -1)
+        dropout = self.dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale)
+        return y + self.dropout((q * self.scale @ k.mT + self.bias).softmax(-1)) @ v
+
+
+@pytest.mark.breadth(0)
+def test_numbers_of_a_module():
+    torch._dynamo.reset()
+    module, inputs = Numbers(), tensors()
+    with collect() as report:
+        got = torch.compile(module, backend="gradfuse", dynamic=True)(*inputs)
+        grads = torch.autograd.grad(got.square().sum(), (*inputs, module.bias))
+    want = module(*inputs)
+    exact = torch.autograd.grad(want.square().sum(), (*inputs, module.bias))
+    assert all(relative_error(g, w) < 1e-5 for g, w in zip((got, *grads), (want, *exact), strict=True))
+    assert {d.path for d in report.decisions if d.pass_name == "attention_pattern"} == {"flex_attention"}
