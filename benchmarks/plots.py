@@ -24,7 +24,6 @@ def write(folder: Path) -> None:
     mlstm_plot(folder / "mlstm.svg")
     scan_plot(folder / "scan.svg")
     scaling_plot(folder / "scaling.svg")
-    compile_time_plot(folder / "compile_time.svg")
 
 
 def lines_plot(path: Path, xlabel: str, ylabel: str, times: pd.DataFrame, colours: dict[str, str]) -> None:

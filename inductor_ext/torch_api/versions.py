@@ -137,6 +137,8 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch.utils._python_dispatch", "higher_order, tracing", "_disable_current_modes"),
     *_of("torch.utils._python_dispatch", "graph", "is_traceable_wrapper_subclass"),
     *_of("torch.utils._sympy.functions", "sizes", "CeilDiv", "FloorDiv", "Mod"),
+    *_of("torch.utils._sympy.interp", "sizes", "sympy_interp"),
+    *_of("torch.utils._sympy.reference", "sizes", "PythonReferenceAnalysis"),
     *_of("torch.utils._sympy.value_ranges", "sizes", "ValueRanges", "bound_sympy"),
 )
 
