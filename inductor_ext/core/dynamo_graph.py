@@ -26,6 +26,7 @@ class Inserter:
 
     def __init__(self, graph: Graph, like: Node) -> None:
         self.graph = graph
+        self._like = like
         self._kept = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
         # The mode of the tracing context would be wrong, because Dynamo may already have set a new one for AOTAutograd.
         modes = (getattr(value_or_none(n), "fake_mode", None) for n in like.all_input_nodes)
@@ -74,13 +75,22 @@ class Inserter:
         return self._sizes[str(size)]
 
     def _found_size(self, size: torch.SymInt) -> Any:
-        """Return a node for a size: of an input of the graph, or computed of these. Without one, the size itself stays."""
-        found = self._size_of_input(size)
+        """Return a node for a size: of an input, of the graph, or a new one. Without one, the size itself stays."""
+        found = self._size_of_input(size) or self._size_before(size)
         if found is None:
             found = composed(size, self._size_of_input)
             if found is not None:
                 self._value_sizes(found)
         return size if found is None else found
+
+    def _size_before(self, size: torch.SymInt) -> Node | None:
+        """Return the first node, before the one for which new ones are made, that computes a size; None without one."""
+        for node in self.graph.nodes:
+            if node is self._like:
+                return None
+            if isinstance(value_or_none(node), torch.SymInt) and statically_known_true(value_or_none(node) == size):
+                return node
+        return None
 
     def _size_of_input(self, size: torch.SymInt) -> Node | None:
         """Return a node for a size that is an input of the graph, or a dim of one; None if it is neither."""

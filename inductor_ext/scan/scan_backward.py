@@ -83,7 +83,7 @@ def _reads_coefficients(module: GraphModule, carried: int) -> bool:
     """Whether the first ``carried`` results of the graph are the product of two operands, or an operand."""
 
     def operand(node: Node) -> bool:
-        while node.target is aten.detach.default:
+        while node.target in (aten.detach.default, aten.alias.default):
             node = node.args[0]
         return node.op == "placeholder"
 

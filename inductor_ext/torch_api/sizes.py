@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor.virtualized import V
 from torch.fx import Node, Proxy
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
-from torch.utils._sympy.functions import CeilDiv, FloorDiv, Mod
+from torch.utils._sympy.functions import CeilDiv, FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, RoundToInt, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -48,8 +49,10 @@ def has_all_symbols(sizes: Iterable[Any]) -> bool:
 def composed(size: torch.SymInt, read: Callable[[torch.SymInt], Node | None]) -> Node | None:
     """Insert nodes that compute a size, as ``4 * s``, from those that ``read`` finds for its symbols, and return the last.
 
-    It is None if a symbol has no node.
+    It is None if a symbol has no node, or if the expression rounds floats (``int(0.75 * s)``), which no node can be made of.
     """
+    if any(isinstance(e, (FloatTrueDiv, IntTrueDiv, RoundToInt, ToFloat)) for e in sympy.preorder_traversal(size.node.expr)):
+        return None
     symbols = {s: read(size.node.shape_env.create_symintnode(s, hint=None)) for s in size.node.expr.free_symbols}
     if None in symbols.values():
         return None

@@ -149,6 +149,30 @@ def test_dynamic_lengths(combine, device):
         assert max(Problem(combine, (length, 70), (0, 1), device=device).errors(run)) < 2e-6
 
 
+def grown(a1, s1, a2, s2):
+    """The second leaf grows by a factor of 1000 where the next element is 0, and is replaced by any other."""
+    return torch.maximum(a1, a2), torch.where(s2 > 0, s2, s1 * (1e3 + 0 * s2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [20, 100])
+def test_an_infinite_product_of_coefficients(length, device):
+    """The loss reads an early time only, and there are enough factors of 1000 after it to be infinite together."""
+    product = scan_backward.product(grown, 2, [1], True)
+    xs = [torch.zeros(length, 3, 20, device="cuda" if device == "cuda" else "cpu") for _ in range(2)]
+    grad = torch.zeros_like(xs[1])
+    grad[2] = 1
+
+    def gradients(xs, grad):
+        return scan_backward.gradients(product, xs, xs, [None, grad], False)
+
+    with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        _, got = torch.compile(gradients, backend="gradfuse", fullgraph=True)(xs, grad)
+    want = torch.zeros_like(grad)
+    want[0] = 1e6
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     "combine, count, reached, taken", [(gated, 2, [1], False), (product, 1, [0], False), (two_gates, 3, [2], True)]
 )

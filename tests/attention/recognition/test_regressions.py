@@ -1,6 +1,7 @@
 """Programs for which recognition was wrong once: writes, gradient modes, dtypes, shapes and lookups at the edges."""
 
 import contextlib
+import math
 import operator
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+from inductor_ext.attention.recognition import rewrite as rewrite_module
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, triton_on_cpu
@@ -436,3 +438,29 @@ def test_numbers_of_a_module():
     exact = torch.autograd.grad(want.square().sum(), (*inputs, module.bias))
     assert all(relative_error(g, w) < 1e-5 for g, w in zip((got, *grads), (want, *exact), strict=True))
     assert {d.path for d in report.decisions if d.pass_name == "attention_pattern"} == {"flex_attention"}
+
+
+SIZES = {
+    "three quarters": lambda n: int(n * 0.75),
+    "half, rounded up": lambda n: math.ceil(n / 2),
+    "half": lambda n: n // 2,
+    "one less": lambda n: n - 1,
+    "a multiple": lambda n: (n + 7) // 8 * 8 - 8,
+}
+
+
+@pytest.mark.breadth(1)
+@pytest.mark.parametrize("name", SIZES)
+def test_lengths_that_are_computed(name, monkeypatch):
+    """A part of the tokens attend, as in a masked autoencoder. The graph of a GPU is taken, on which no loop needs sizes."""
+    monkeypatch.setattr(rewrite_module, "uses_triton_on_cpu", lambda: True)
+
+    def function(x, b):
+        n = SIZES[name](x.shape[1])
+        q = k = v = x[:, :n].view(x.shape[0], n, 2, 16).transpose(1, 2)
+        return (q @ k.mT + b[:, :n, :n]).softmax(-1) @ v
+
+    x, b = randn(2, 40, 32), randn(2, 64, 64)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    (decision,) = decisions(function, x, b)
+    assert decision.path == "flex_attention"
