@@ -37,12 +37,11 @@ def compile_times() -> pd.DataFrame:
 def compile_time_table(provenance: str) -> str:
     """First steps of unmodified models, cold and warm."""
     here, wide = load("compile_time")["environment"], compile_times()
-    lines = []
-    for model, row in wide.iterrows():
-        cells = [[row.cold_s.stock, row.cold_s.gradfuse], [row.warm_s.stock, row.warm_s.gradfuse]]
-        lines.append(
-            [model, *(cell for pair in cells for cell in (*map("{:.1f}".format, pair), f"{pair[1] / pair[0]:.2f}×"))]
-        )
+    columns = []
+    for when in (wide.cold_s, wide.warm_s):
+        columns += [when.stock.map("{:.1f}".format, "ignore"), when.gradfuse.map("{:.1f}".format, "ignore")]
+        columns.append((when.gradfuse / when.stock).map("{:.2f}×".format, "ignore"))
+    lines = pd.concat(columns, axis=1).reset_index().to_numpy()
     return (
         f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with "
         f"empty caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} "

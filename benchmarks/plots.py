@@ -24,6 +24,7 @@ def write(folder: Path) -> None:
     mlstm_plot(folder / "mlstm.svg")
     scan_plot(folder / "scan.svg")
     scaling_plot(folder / "scaling.svg")
+    compile_time_plot(folder / "compile_time.svg")
 
 
 def lines_plot(path: Path, xlabel: str, ylabel: str, times: pd.DataFrame, colours: dict[str, str]) -> None:
@@ -89,15 +90,16 @@ def scan_plot(path: Path) -> None:
 def scaling_plot(path: Path) -> None:
     """Time of a step by the number of GPUs."""
     rows = measured(load("scaling"))
-    times = rows[rows.refused.isna()].pivot(index="gpus", columns="case", values="step_ms")
-    lines_plot(path, "GPUs", "step, ms", times, dict(zip(times, (OURS, STOCK, OTHER, EAGER), strict=False)))
+    layer = rows.case.str.split().str[0]
+    times = rows.assign(layer=layer).groupby(["gpus", "layer"]).step_ms.min().unstack()
+    lines_plot(path, "GPUs", "step, ms", times, dict(zip(times, (OURS, OTHER), strict=True)))
 
 
 def compile_time_plot(path: Path) -> None:
     """Time of a first step over stock's, by model."""
     seconds = compile_times()
     values = pd.DataFrame({when: seconds[f"{when}_s"].gradfuse / seconds[f"{when}_s"].stock for when in ("cold", "warm")})
-    bars_plot(path, "first step / stock's (log)", values, {"cold": OTHER, "warm": OURS}, ".2f")
+    bars_plot(path, "first step / stock's (log)", values.dropna(), {"cold": OTHER, "warm": OURS}, ".2f")
 
 
 def moe_plot(path: Path) -> None:

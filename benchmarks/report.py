@@ -23,6 +23,7 @@ from inductor_ext.registry import NAMES
 
 from . import plots
 from .composition import composition_table, one_process_table, scaling_table, several_gpus_table
+from .costs import compile_time_table, launches_table
 from .rows import BYTES_PER_MS, by_peer, load, markdown, measured
 from .runner import RESULTS
 
@@ -381,6 +382,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "flex_sweep": flex_sweep_table,
     "biases": biases_table,
     "models": models_table,
+    "compile_time": lambda: compile_time_table(provenance(load("compile_time"))),
+    "launches": lambda: launches_table(provenance(load("launches"))),
     "hopper": hopper_table,
     "dropout": dropout_table,
     "flex_cpu": flex_cpu_table,
