@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 from transformers.models.mamba import modeling_mamba
 
@@ -279,6 +280,8 @@ def measure(name: str, peer: str, smoke: bool) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.synchronize()
     row["first_step_s"] = time.perf_counter() - begin
+    found = {**counters["aot_autograd"], **counters["inductor"]}
+    row["caches"] = {name: count for name, count in found.items() if "cache" in name or "bundler" in name}
     if peer == "gradfuse":
         row["fired"] = Counter(d.pass_name for d in report.decisions if d.path != "stock")
     if not smoke:
