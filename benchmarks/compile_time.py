@@ -3,8 +3,8 @@
 python -m benchmarks.compile_time                      # ten models; writes results/compile_time.json
 python -m benchmarks.compile_time --model mpnet --at-once 2
 
-The processes of a model, stock and gradfuse, run at the same time as others, so that both compile beside the same load. The rows
-have the counters of the caches, too: what was hit, missed and loaded.
+The processes of a model, stock and gradfuse, run at the same time as others, so that both compile beside the same load. The
+rows have the counters of the caches, too: what was hit, missed and loaded.
 """
 
 from __future__ import annotations
