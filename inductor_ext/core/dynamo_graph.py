@@ -21,7 +21,8 @@ class Inserter:
 
     AOTAutograd's cache takes a graph only if every tensor has its ``example_value``, and a report or an error names the
     user's line only if there is a stack trace. The stack trace comes from ``like``, the node for which the new ones are
-    made, and the fake mode of the values from its inputs.
+    made, and the fake mode of the values from its inputs. ``like`` must not come after the insertion point, because sizes
+    that are computed before it are used again.
     """
 
     def __init__(self, graph: Graph, like: Node) -> None:
@@ -84,7 +85,7 @@ class Inserter:
         return size if found is None else found
 
     def _size_before(self, size: torch.SymInt) -> Node | None:
-        """Return the first node, before the one for which new ones are made, that computes a size; None without one."""
+        """Return the first node that computes a size before the node for which new ones are made, or None."""
         for node in self.graph.nodes:
             if node is self._like:
                 return None

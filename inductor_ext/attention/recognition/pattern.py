@@ -88,7 +88,7 @@ class _Letters:
         widths = [x for x in out if x not in weights]
         if not len(keys) == len(widths) == 1 or not queries:
             return None
-        # The most queries make the fewest kernels' programs idle. Of equally many, the dim beside the keys is meant.
+        # Kernels have tiles of queries, so the longest dim counts them. Of dims of one length it is the one beside the keys.
         known = dict(zip(weights, map(size_hint, sizes), strict=True))
         query = max(queries, key=lambda x: (known[x] or 0, weights.index(x)))
         batch = [x for x in weights if x not in (keys[0], query)]

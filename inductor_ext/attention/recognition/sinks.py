@@ -40,7 +40,7 @@ def logits(softmax: Node, keys: Any, first: bool) -> Logits | None:
     first: whether the sink stands in front of the scores.
     """
     operand = arg(softmax, 0, "input")
-    if not first and statically_known_true(shape_of(operand)[-1] == keys):
+    if statically_known_true(shape_of(operand)[-1] == keys):
         return Logits(operand)
     shifted = _before_shift(operand)
     inside, operand = ((operand, *shifted[1]), shifted[0]) if shifted else ((), operand)
