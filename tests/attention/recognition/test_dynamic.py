@@ -6,9 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import Node
 
 from inductor_ext.attention.recognition import rewrite as rewrite_module
+from inductor_ext.core.dynamo_graph import Inserter
+from inductor_ext.core.fx import value_of
 from inductor_ext.core.report import collect
+from inductor_ext.torch_api.sizes import statically_known_true
 from tests.attention.case import relative_error
 from tests.support.interpreter import DEVICES, triton_on_cpu
 
@@ -100,3 +104,22 @@ def test_lengths_that_are_computed(name, monkeypatch):
     torch._dynamo.mark_dynamic(x, (0, 1))
     (decision,) = decisions(function, x, b)
     assert decision.path == "flex_attention"
+
+
+def test_a_size_that_no_tensor_has_is_computed():
+    """AOTAutograd knows a symbolic size only if a node has it."""
+    found = []
+
+    def backend(gm, _inputs):
+        like = gm.graph.find_nodes(op="call_method")[0]
+        size = 4 * value_of(like).shape[0] + 1
+        with gm.graph.inserting_before(like):
+            zeros = Inserter(gm.graph, like).function(torch.zeros, size)
+        computed = zeros.args[0]
+        found.append(isinstance(computed, Node) and statically_known_true(value_of(computed) == size))
+        return gm.forward
+
+    torch._dynamo.reset()
+    x = torch.randn(6)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert torch.equal(torch.compile(lambda x: x.sin(), backend=backend)(x), x.sin()) and found == [True]
