@@ -388,13 +388,15 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step, and write nothing")
     parser.add_argument("--smoke", action="store_true", help="one step of a reduced model, and write nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "models.json")
+    parser.add_argument("--caches", help="a folder for the caches of each model and peer, which is kept")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     chosen = [(name, peer) for name in given.model or MODELS for peer in given.peer or BACKENDS]
     if given.worker:
         _work(*chosen[0], given.smoke)
         return
-    with tempfile.TemporaryDirectory() as caches:
+    with tempfile.TemporaryDirectory() as temporary:
+        caches = given.caches or temporary
         if given.profile:
             for row in _rows(chosen, "profile", caches):
                 print(row["model"], row["peer"], row.get("refused", ""))
