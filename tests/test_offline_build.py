@@ -399,7 +399,7 @@ def test_mlstm_builds_without_spills(width, dtype, arch, builder):
 
 
 @pytest.mark.breadth(0)
-@pytest.mark.parametrize("width, dtype, spills", [(128, BF16, 200), (64, FP32, 0)])
+@pytest.mark.parametrize("width, dtype, spills", [(128, BF16, 16), (256, BF16, 64), (64, FP32, 0)])
 def test_mlstm_with_states_builds(width, dtype, spills, builder):
     """The widest heads in chunks, and more than one chunk. Only the backward may spill, by ``spills`` bytes."""
     with on_target(architecture=90):

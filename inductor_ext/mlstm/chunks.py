@@ -37,10 +37,11 @@ CHUNK_IN_KERNELS, CHUNK = 256, 128
 #: Larger than any gate.
 LARGE = 1e30
 #: The widest head of queries, keys or values. The forward of wider ones spills registers (built for sm_90).
-WIDEST = {torch.float32: 64, torch.bfloat16: 128}
+WIDEST = {torch.float32: 64, torch.bfloat16: 256}
 #: GPUs use the chunkwise form for sequences of at least FEWEST_POSITIONS, if all heads of all sequences together have at
-#: least FEWEST_ROWS. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md).
-FEWEST_POSITIONS, FEWEST_ROWS = 4096, 65536
+#: least FEWEST_ROWS rows. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md). The rows
+#: of heads wider than WIDTH count for more, because the parallel form takes longer for each.
+FEWEST_POSITIONS, FEWEST_ROWS, WIDTH = 4096, 65536, 128
 #: CPUs use it from the larger of two lengths on: FEWEST_ON_CPU, and FEWEST_FOR_WIDTH_ON_CPU times the width of the widest
 #: head, because a state has as many elements as the square of the width.
 FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU = 512, 4
@@ -61,7 +62,8 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False) -> int:
         return min(CHUNK, length) if isinstance(length, int) else CHUNK
     if not runs_kernels:
         return CHUNK if length >= max(FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU * max(widths)) else 0
-    long = has_kernels and length >= FEWEST_POSITIONS and batch * heads * length >= FEWEST_ROWS
+    rows = batch * heads * length * max(*widths, WIDTH) // WIDTH
+    long = has_kernels and length >= FEWEST_POSITIONS and rows >= FEWEST_ROWS
     return CHUNK_IN_KERNELS if long else 0
 
 

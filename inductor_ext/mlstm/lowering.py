@@ -97,7 +97,8 @@ def _template_options(query: Any, value: Any, scale: float, chunk: int) -> dict[
         **widths,
         **rounded,
         "CHUNK": chunk,
-        "BLOCK_D": min(32, *rounded.values()),
+        # The columns of a state that are loaded at a time. With 32 of 256 rows the backward would spill more registers.
+        "BLOCK_D": min(32, 4096 // max(rounded.values()), *rounded.values()),
         "SAFE_HEAD_DIM": list(widths.values()) == list(rounded.values()),
         "EVEN": sizevars.statically_known_true(sympy.Eq(Mod(length, kernels.LARGEST_TILE), 0)),
         "LOG2_SCALE": math.log2(scale),

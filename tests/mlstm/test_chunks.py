@@ -164,7 +164,8 @@ def test_kernels(name, dtype, device, chunked, small_tiles):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "width, dtype", [(w, dtype) for dtype, widest in chunks.WIDEST.items() for w in (16, 40, 64, 80, 128) if w <= widest]
+    "width, dtype",
+    [(w, dtype) for dtype, widest in chunks.WIDEST.items() for w in (16, 40, 64, 80, 128, 256) if w <= widest],
 )
 def test_widths(width, dtype, chunked):
     chunked(128)
@@ -208,6 +209,9 @@ def test_when_it_is_chosen(monkeypatch):
         assert chunks.chunk_size(query[:, :1], query) == 0
         assert chunks.chunk_size(query[:, :, :99], query) == 0
         assert chunks.chunk_size(query, torch.empty(1, 2, 100, 65)) == 0
+        narrow, wide = (torch.empty(1, 1, 100, width, dtype=torch.bfloat16) for width in (128, 256))
+        assert chunks.chunk_size(narrow, narrow) == 0
+        assert chunks.chunk_size(narrow, wide) == chunks.CHUNK_IN_KERNELS, "rows of wide heads take longer"
         # float64 has no kernel, and the sums of a state may not fit float16.
         for dtype in (torch.float64, torch.float16):
             assert chunks.chunk_size(query.to(dtype), query.to(dtype)) == 0
