@@ -141,6 +141,7 @@ def _compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], number: int
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with the passes and lowerings that ``options`` enable. The graph is changed."""
+    config.choose_ptxas()
     dump = Dump(options.dump, number)
     first = next(filter(None, map(user_line, gm.graph.nodes)), "")
     with compiling(number, first), without_caches() if options.dump is not None else contextlib.nullcontext():

@@ -220,6 +220,16 @@ def test_found_by_name(first):
     assert done.stdout.strip() == "[2.0, 2.0]", done.stderr[-2000:]
 
 
+def test_ptxas_is_chosen_before_anything_is_compiled(monkeypatch):
+    """Triton's cache has its version in the key, so it must be the same in a process that takes most kernels from caches."""
+    order = []
+    monkeypatch.setattr(torch_config, "choose_ptxas", lambda: order.append("ptxas"))
+    stock = torch_config.compile_fx
+    monkeypatch.setattr(torch_config, "compile_fx", lambda *a, **k: order.append("compile") or stock(*a, **k))
+    torch.compile(lambda x: x + 1, backend="gradfuse")(torch.ones(2))
+    assert order == ["ptxas", "compile"]
+
+
 def test_inference_warns_of_nothing(caplog):
     """Stock's kernel is as good where no gradient is needed."""
     query = torch.randn(1, 2, 32, 16)

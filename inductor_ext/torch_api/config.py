@@ -12,6 +12,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 from torch._inductor.utils import get_donated_idxs
 
 __all__ = ["CustomGraphPass", "compile_fx", "compile_fx_inner", "inductor_config"]
@@ -33,6 +34,16 @@ def reset_cudagraphs() -> None:
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         reset_cudagraph_trees()
+
+
+def choose_ptxas() -> None:
+    """Choose the ptxas of torch's package for Triton, as Inductor does before the first kernel that a process builds itself.
+
+    The version of ptxas is part of the key of Triton's cache. Without this call, whether it is chosen already when Inductor
+    tries another tile of a reduction depends on the kernels before, and a new process builds such kernels again although the
+    caches have them.
+    """
+    _set_triton_ptxas_path()
 
 
 def asserts_in_kernels() -> bool:
