@@ -69,7 +69,8 @@ def main() -> None:
 
 
 def _write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
-    loads = {"cores": os.cpu_count(), "at_once": given.at_once, "warm_at_once": given.warm_at_once}
+    at_once = len(json.loads(given.models_run.read_text())["rows"]) if given.models_run else given.at_once
+    loads = {"cores": os.cpu_count(), "at_once": at_once, "warm_at_once": given.warm_at_once}
     here = environment() | {"transformers": hf.__version__} | loads
     given.out.write_text(json.dumps({"suite": "compile_time", "environment": here, "rows": rows}, indent=1) + "\n")
 

@@ -72,10 +72,12 @@ def scaling_table() -> str:
     ideal = layer.map(alone) / rows.gpus
     of_ideal = (ideal / rows.step_ms).map("{:.0%}".format)
     step, peak = rows.step_ms.map("{:.1f}".format), (rows.peak_mb / 1024).map("{:.1f}".format)
-    columns = [rows.case, rows.tokens, rows.gpus, step, of_ideal]
+    dates = rows.get("date", pd.Series(index=rows.index, dtype=object))
+    cases = rows.case + (" (" + dates + ")").fillna("")
+    columns = [cases, rows.tokens, rows.gpus, step, of_ideal]
     header = "layer | tokens | GPUs | step, ms | of the ideal"
     if "exchanges_ms" in rows:
-        columns += [rows.compute_ms.map("{:.1f}".format), rows.exchanges_ms.map("{:.1f}".format)]
+        columns += [rows.compute_ms.map("{:.1f}".format, "ignore"), rows.exchanges_ms.map("{:.1f}".format, "ignore")]
         header += " | kernels of a GPU, ms | exchanges, ms"
     e = result["environment"]
     cells = zip(*columns, peak, strict=True)

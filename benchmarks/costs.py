@@ -44,6 +44,6 @@ def compile_time_table(provenance: str) -> str:
     lines = pd.concat(columns, axis=1).reset_index().to_numpy()
     return (
         f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with "
-        f"empty caches, warm in a new process with full ones; {here['at_once']} processes at a time on {here['cores']} "
-        "cores.\n\n"
+        f"empty caches, warm in a new process with full ones; {here['at_once']} and {here['warm_at_once']} processes at a "
+        f"time on {here['cores']} cores.\n\n"
     ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio", lines)

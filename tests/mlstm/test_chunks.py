@@ -24,7 +24,7 @@ from .test_compiled import compiled, emitted
 @pytest.fixture
 def chunked(monkeypatch):
     """Call it with the number of positions in a chunk; from then on the chunkwise form is used."""
-    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda *_: chunk)
+    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda *_, **__: chunk)
 
 
 @pytest.fixture
@@ -162,6 +162,13 @@ def test_kernels(name, dtype, device, chunked, small_tiles):
     check(replace(case, dtype=dtype), device)
 
 
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_the_backward_in_chunks(device, small_tiles, monkeypatch):
+    monkeypatch.setattr(chunks, "chunk_size", lambda *_, backward=False: 32 if backward else 0)
+    check(Case(length=97, heads=1), device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "width, dtype",
@@ -209,9 +216,9 @@ def test_when_it_is_chosen(monkeypatch):
         assert chunks.chunk_size(query[:, :1], query) == 0
         assert chunks.chunk_size(query[:, :, :99], query) == 0
         assert chunks.chunk_size(query, torch.empty(1, 2, 100, 65)) == 0
-        narrow, wide = (torch.empty(1, 1, 100, width, dtype=torch.bfloat16) for width in (128, 256))
-        assert chunks.chunk_size(narrow, narrow) == 0
-        assert chunks.chunk_size(narrow, wide) == chunks.CHUNK_IN_KERNELS, "rows of wide heads take longer"
+        monkeypatch.setattr(chunks, "FEWEST_ROWS_BACKWARD", 100)
+        assert chunks.chunk_size(query[:, :1], query, backward=True) == chunks.CHUNK_IN_KERNELS
+        assert chunks.chunk_size(query[:, :1, :99], query, backward=True) == 0
         # float64 has no kernel, and the sums of a state may not fit float16.
         for dtype in (torch.float64, torch.float16):
             assert chunks.chunk_size(query.to(dtype), query.to(dtype)) == 0
