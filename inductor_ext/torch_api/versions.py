@@ -108,6 +108,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch._inductor.lowering", "ir, lowering", "lowerings"),
     *_of("torch._inductor.lowering", "lowering", "empty", "empty_strided", "fallback_handler"),
     *_of("torch._inductor.pattern_matcher", "graph", "stable_topological_sort"),
+    *_of("torch._inductor.runtime.compile_tasks", "config", "_set_triton_ptxas_path"),
     *_of("torch._inductor.runtime.triton_heuristics", "gluon", "ASTSource"),
     *_of("torch._inductor.select_algorithm", "gluon", "TritonTemplateKernel"),
     *_of("torch._inductor.select_algorithm", "ir", "realize_inputs"),
