@@ -20,7 +20,7 @@ from .attention import canonical, hoisting, kernel_dropout, layouts, no_mask
 from .attention import cpu as dense_attention
 from .attention.recognition import rewrite as recognition
 from .casts import rewrite as casts
-from .core import joint_graph
+from .core import equal_graphs, joint_graph
 from .core.dynamo_graph import graphs_in
 from .core.pass_ import Pass
 from .dump import Dump
@@ -81,6 +81,12 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "recognises mLSTM in plain PyTorch and replaces it by the op mlstm",
         lambda gm, options: mlstm.rewrite(gm, options),
+    ),
+    Pass(
+        "equal_graphs",
+        "dynamo",
+        "keeps one of equal score_mods, mask_mods and combine_fns, and drops those that were rewritten: less to compile",
+        lambda gm, options: equal_graphs.rewrite(gm, options),
     ),
     Pass(
         "scatters",

@@ -35,6 +35,7 @@ STAGES = (
             "time_loops",
             "scans",
             "mlstm_pattern",
+            "equal_graphs",
         ),
     ),
     Stage("AOTAutograd", "derives the backward: one joint graph", False),

@@ -124,7 +124,7 @@ class Inserter:
         return node
 
 
-#: Ops whose graphs are functions of numbers. A kernel inlines such a graph, so the passes do not visit it.
+#: Ops whose graphs are functions of numbers.
 _OF_NUMBERS = (flex_attention_hop, flex_attention_backward_hop, associative_scan_hop)
 
 
@@ -136,14 +136,20 @@ def graphs_in(gm: GraphModule) -> Iterator[GraphModule]:
 def _graphs_in(gm: GraphModule, seen: set[GraphModule]) -> Iterator[GraphModule]:
     seen.add(gm)
     for node in gm.graph.find_nodes(op="get_attr"):
-        body = _attribute(gm, node.target)
-        inlined = node.users and all(user.target in _OF_NUMBERS for user in node.users)
-        if isinstance(body, GraphModule) and body not in seen and not inlined:
+        body = attribute(gm, node.target)
+        # A kernel inlines a function of numbers, so the passes do not visit it.
+        if isinstance(body, GraphModule) and body not in seen and not is_function_of_numbers(node):
             yield from _graphs_in(body, seen)
     yield gm
 
 
-def _attribute(gm: GraphModule, path: str) -> Any:
+def is_function_of_numbers(node: Node) -> bool:
+    """Return whether only ops that take a function of numbers, as a score_mod, use what a ``get_attr`` node reads."""
+    return bool(node.users) and all(user.target in _OF_NUMBERS for user in node.users)
+
+
+def attribute(gm: GraphModule, path: str) -> Any:
+    """Return what a ``get_attr`` node reads, given its target, or None if there is nothing."""
     value: Any = gm
     for name in path.split("."):
         value = getattr(value, name, None)
