@@ -1,7 +1,7 @@
 """Seconds of the first step of unmodified models, with empty caches (cold) and then with full ones in a new process (warm).
 
 python -m benchmarks.compile_time                      # ten models; writes results/compile_time.json
-python -m benchmarks.compile_time --model mpnet --at-once 2
+python -m benchmarks.compile_time --model mpnet --at-once 2      # prints the rows, and writes nothing
 python -m benchmarks.compile_time --models-run models.json --caches DIR  # after a run of benchmarks.models with --caches DIR
 
 The processes of a model, stock and gradfuse, run at the same time as others, so that both compile beside the same load. Warm
@@ -54,8 +54,12 @@ def main() -> None:
     parser.add_argument("--models-run", type=Path, help="results of a run of benchmarks.models, whose starts are cold")
     parser.add_argument("--caches", help="the folder with the caches of that run")
     parser.add_argument("--smoke", action="store_true", help="reduced models, on any device")
-    parser.add_argument("--out", type=Path, default=RESULTS / "compile_time.json")
+    parser.add_argument("--out", type=Path, help="the file of results; needed for a part of the models")
     given = parser.parse_args()
+    if given.models_run and not given.caches:
+        parser.error("--models-run needs the --caches of that run, or the warm starts would be cold")
+    if given.out is None and not (given.model or given.smoke):
+        given.out = RESULTS / "compile_time.json"
     jobs = [(name, peer) for name in given.model or TEN for peer in PEERS]
     rows: dict[Job, dict[str, Any]] = {job: dict(zip(("model", "peer"), job, strict=True)) for job in jobs}
     with tempfile.TemporaryDirectory() as temporary:
@@ -65,7 +69,8 @@ def main() -> None:
             for job, took in starts:
                 rows[job] |= took if "refused" in took else {when: took["first_step_s"], f"{when}_caches": took["caches"]}
                 print(json.dumps(rows[job]), flush=True)
-                _write(list(rows.values()), given)
+                if given.out is not None:
+                    _write(list(rows.values()), given)
 
 
 def _write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:

@@ -403,7 +403,7 @@ def test_mlstm_builds_without_spills(width, dtype, arch, builder):
 def test_mlstm_with_states_builds(width, dtype, spills, builder):
     """The widest heads in chunks, and more than one chunk. Only the backward may spill, by ``spills`` bytes."""
     with on_target(architecture=90):
-        sources = emitted(width, width, dtype, length=256, first=True, last=True)
+        sources = emitted(width, width, dtype, length=512, first=True, last=True)
     for source, most in zip(sources, (0, 0, 0, spills), strict=True):
         warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
         builder.build(source, 90, warps, stages).check(most)

@@ -1,7 +1,7 @@
 """Functions of numbers (score_mods, mask_mods, combine_fns) in a Dynamo graph: equal ones become one, unused ones go.
 
-The layers of a model have equal ones, and each pass over a score_mod leaves the one that it has rewritten. Inductor's passes
-before autograd rewrite, print and compile each graph three times, and AOTAutograd's cache hashes them all.
+The layers of a model have equal ones, and a pass that rewrites a score_mod leaves the old one in the module. Inductor's
+passes before autograd rewrite, print and compile each graph three times, and AOTAutograd's cache hashes them all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ NAME = "equal_graphs"
 def rewrite(gm: GraphModule, options: Options) -> None:
     """Let every use of equal functions of numbers take the first of them, and delete the graphs that nothing uses."""
     kept: dict[Any, str] = {}
-    graphs = [node for node in gm.graph.find_nodes(op="get_attr") if isinstance(attribute(gm, node.target), GraphModule)]
+    # What is deeper in the module may belong to the user's.
+    graphs = [node for node in gm.graph.find_nodes(op="get_attr") if isinstance(getattr(gm, node.target, None), GraphModule)]
     names = {node.target for node in graphs}
     for node in graphs:
         if not node.users:
             gm.graph.erase_node(node)
         elif is_function_of_numbers(node):
-            node.target = kept.setdefault(_contents(attribute(gm, node.target)), node.target)
-    for name in names - {node.target for node in gm.graph.find_nodes(op="get_attr")}:
+            node.target = kept.setdefault(_contents(getattr(gm, node.target)), node.target)
+    used = {node.target.partition(".")[0] for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for name in names - used:
         gm.delete_submodule(name)
 
 
@@ -39,7 +41,7 @@ def _contents(module: GraphModule) -> tuple[Any, ...]:
 
 
 def _target(module: GraphModule, node: Node) -> Any:
-    """The name of an input has no meaning, and an attribute is equal to nothing but itself."""
+    """The name of an input has no meaning. Attributes are compared by identity."""
     if node.op == "placeholder":
         return None
     return id(attribute(module, node.target)) if node.op in ("get_attr", "call_module") else node.target

@@ -36,8 +36,10 @@ from ..core.target import Target
 CHUNK_IN_KERNELS, CHUNK = 256, 128
 #: Larger than any gate.
 LARGE = 1e30
-#: The widest head of queries, keys or values. The forward of wider ones spills registers (built for sm_90).
+#: The widest head of queries, keys or values in the kernels, and where the backward of 256 would spill 450 bytes (built for
+#: sm_80 and sm_120).
 WIDEST = {torch.float32: 64, torch.bfloat16: 256}
+WIDEST_ELSEWHERE = {torch.float32: 64, torch.bfloat16: 128}
 #: GPUs use the chunkwise form for sequences of at least FEWEST_POSITIONS, if all heads of all sequences together have at
 #: least FEWEST_ROWS rows. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md). The
 #: backward saves more, so it has a number of its own: the two directions need not have the same form.
@@ -55,7 +57,7 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False, backward
     batch, heads, length, _ = query.shape
     widths = (query.shape[-1], value.shape[-1])
     runs_kernels = Target.of(query.device).triton
-    has_kernels = runs_kernels and fits(query.dtype, *widths)
+    has_kernels = runs_kernels and fits(query.device, query.dtype, *widths)
     if with_states:
         if has_kernels:
             return CHUNK_IN_KERNELS
@@ -67,9 +69,10 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False, backward
     return CHUNK_IN_KERNELS if long else 0
 
 
-def fits(dtype: torch.dtype, *widths: int) -> bool:
+def fits(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
     """Whether the kernels take heads of these widths in chunks. The sums in a state may be larger than float16 can hold."""
-    return max(widths) <= WIDEST.get(dtype, 0)
+    widest = WIDEST if Target.of(device).family in ("hopper", "blackwell") else WIDEST_ELSEWHERE
+    return max(widths) <= widest.get(dtype, 0)
 
 
 def count(length: int, chunk: int) -> int:

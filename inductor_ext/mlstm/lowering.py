@@ -63,7 +63,7 @@ def unsupported(query: Any, key: Any, value: Any, *rest: Any) -> str | None:
 def _unsupported_chunks(left: Any, right: Any, *_: Any) -> str | None:
     reason = _unsupported_heads(left, right)
     dtype, widths = left.get_dtype(), _head_widths(left, right)
-    if reason is None and not fits(dtype, *widths):
+    if reason is None and not fits(left.get_device(), dtype, *widths):
         return f"the kernels with states take no heads of the widths {widths} in {dtype}"
     return reason
 
@@ -97,7 +97,7 @@ def _template_options(query: Any, value: Any, scale: float, chunk: int) -> dict[
         **widths,
         **rounded,
         "CHUNK": chunk,
-        # The columns of a state that are loaded at a time. With 32 of 256 rows the backward would spill more registers.
+        # The columns of a state that are loaded at a time. With 32 columns of a state of 256 rows the backward spills more.
         "BLOCK_D": min(32, 4096 // max(rounded.values()), *rounded.values()),
         "SAFE_HEAD_DIM": list(widths.values()) == list(rounded.values()),
         "EVEN": sizevars.statically_known_true(sympy.Eq(Mod(length, kernels.LARGEST_TILE), 0)),

@@ -39,9 +39,9 @@ def reset_cudagraphs() -> None:
 def choose_ptxas() -> None:
     """Choose the ptxas of torch's package for Triton, as Inductor does before the first kernel that a process builds itself.
 
-    The version of ptxas is part of the key of Triton's cache. Without this call, whether it is chosen already when Inductor
-    tries another tile of a reduction depends on the kernels before, and a new process builds such kernels again although the
-    caches have them.
+    The version of ptxas is part of the key of Triton's cache. Inductor builds another tile of some reductions in the process
+    that trains. Which ptxas it took there depended on the kernels before, so a new process built such kernels again although
+    the cache had them. The choice is an environment variable: every kernel of the process gets this ptxas, and its children.
     """
     _set_triton_ptxas_path()
 

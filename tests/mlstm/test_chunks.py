@@ -16,6 +16,7 @@ from tests.support import snapshots
 from tests.support.eager_graphs import eager_graphs
 from tests.support.emitted import body
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+from tests.support.targets import on_target
 
 from .case import Case
 from .test_compiled import compiled, emitted
@@ -219,6 +220,10 @@ def test_when_it_is_chosen(monkeypatch):
         monkeypatch.setattr(chunks, "FEWEST_ROWS_BACKWARD", 100)
         assert chunks.chunk_size(query[:, :1], query, backward=True) == chunks.CHUNK_IN_KERNELS
         assert chunks.chunk_size(query[:, :1, :99], query, backward=True) == 0
+        wide = torch.empty(1, 2, 100, 256, dtype=torch.bfloat16)
+        assert chunks.chunk_size(wide, wide) == chunks.CHUNK_IN_KERNELS
+        with on_target(architecture=120):
+            assert chunks.chunk_size(wide, wide) == 0
         # float64 has no kernel, and the sums of a state may not fit float16.
         for dtype in (torch.float64, torch.float16):
             assert chunks.chunk_size(query.to(dtype), query.to(dtype)) == 0

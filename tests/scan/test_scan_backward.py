@@ -173,6 +173,21 @@ def test_an_infinite_product_of_coefficients(length, device):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reset", [97, 88])
+def test_an_infinite_product_beside_a_reset(reset, device):
+    """The loss reads the last time. A coefficient of 0 on the way lets none of the factors after it matter."""
+    product = scan_backward.product(grown, 2, [1], True)
+    xs = [torch.zeros(100, 3, 20, device="cuda" if device == "cuda" else "cpu") for _ in range(2)]
+    xs[1][reset] = 1
+    grad = torch.zeros_like(xs[1])
+    grad[-1] = 1e-30
+    with triton_on_cpu() if device == "interpreter" else contextlib.nullcontext():
+        run = torch.compile(lambda xs, g: scan_backward.gradients(product, xs, xs, [None, g], False), backend="gradfuse")
+        _, got = run(xs, grad)
+    assert got[:reset].eq(0).all()
+
+
 @pytest.mark.parametrize(
     "combine, count, reached, taken", [(gated, 2, [1], False), (product, 1, [0], False), (two_gates, 3, [2], True)]
 )
