@@ -81,6 +81,8 @@ class DenseAttention:
         operands = list(rest)
         lengths = [n if isinstance(n, int) else operands.pop(0) for n in self._block_lengths()]
         tables, captured = operands[: 1 + self.has_full_blocks], operands[1 + self.has_full_blocks :]
+        # A captured size may be symbolic, and some ops of a traced score_mod take only tensors and numbers.
+        captured = [torch.scalar_tensor(x, dtype=torch.int64) if isinstance(x, torch.SymInt) else x for x in captured]
         return [*lengths, *tables], captured[: self.num_captured], captured[self.num_captured :]
 
     def _block_lengths(self) -> tuple[Any, Any]:

@@ -126,3 +126,22 @@ def test_no_scores(shape):
     assert out.shape == (batch, heads, queries, 16) and not out.any()
     for x, gradient in zip(inputs, gradients, strict=True):
         assert gradient.shape == x.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("term", [lambda i, n: i - n, lambda i, n: i / n], ids=["difference", "quotient"])
+def test_a_symbolic_size_in_a_score_mod(term):
+    query = torch.randn(1, 2, 32, 16, requires_grad=True)
+
+    def attend(q):
+        n = q.shape[2]
+        return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + term(j, n))
+
+    torch._dynamo.reset()
+    with eager_graphs():
+        out = torch.compile(attend, backend="gradfuse", dynamic=True)(query)
+        (got,) = torch.autograd.grad(out.square().sum(), query)
+    exact = query.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(
+        (((exact @ exact.mT) / 4 + term(torch.arange(32.0), 32)).softmax(-1) @ exact).square().sum(), exact
+    )
+    assert (got - want).norm() < 1e-5 * want.norm()
