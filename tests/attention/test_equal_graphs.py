@@ -116,3 +116,16 @@ def test_the_body_of_a_checkpoint_stays():
     before = len(list(gm.children()))
     equal_graphs.rewrite(gm, Options())
     assert len(list(gm.children())) == before
+
+
+def test_what_other_nodes_read_stays():
+    """An unused graph is kept if a call, or a graph in it, still needs it. Hand-made: Dynamo traces no such graph today."""
+    gm = GraphModule({}, torch.fx.Graph())
+    x = gm.graph.placeholder("x")
+    for name in ("a", "b", "c"):
+        gm.add_module(name, torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Identity())))
+        gm.graph.get_attr(name)
+    gm.graph.output((gm.graph.call_module("a", (x,)), gm.graph.get_attr("b.0")))
+    equal_graphs.rewrite(gm, Options())
+    gm.graph.lint()
+    assert {name for name, _ in gm.named_children()} == {"a", "b"}

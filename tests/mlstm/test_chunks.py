@@ -167,7 +167,7 @@ def test_kernels(name, dtype, device, chunked, small_tiles):
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_the_backward_in_chunks(device, small_tiles, monkeypatch):
     monkeypatch.setattr(chunks, "chunk_size", lambda *_, backward=False: 32 if backward else 0)
-    check(Case(length=97, heads=1), device)
+    check(Case(length=97, heads=1, norm=False, eps=1e-2), device)
 
 
 @pytest.mark.gpu
