@@ -48,7 +48,14 @@ from .torch_api.config import (
 )
 from .torch_api.frontend import check_options_at_once, register, relax_captured_scans, relax_front_end_checks, serializable
 from .torch_api.graph import set_missing_values, stable_topological_sort
-from .torch_api.lowering import masks_in_registers, override_lowerings, register_decomposition, rows_kept, scans_allowed
+from .torch_api.lowering import (
+    masks_in_registers,
+    override_lowerings,
+    register_decomposition,
+    rows_kept,
+    scans_allowed,
+    tuned_kernels,
+)
 
 #: Functions of ours that passes put into Dynamo's graph. Their source is part of every cache key.
 _FUNCTIONS = tuple(f"{f.__module__}.{f.__name__}" for f in (scan, recurrence, mlstm.fused_cell))
@@ -120,8 +127,7 @@ def _inner_compile(options: Options, dump: Dump) -> Callable[..., Any]:
             scope.enter_context(override_lowerings(table))
             scope.enter_context(rows_kept(table))
             scope.enter_context(masks_in_registers())
-            if gathers.needs_tuning(gm):
-                scope.enter_context(inductor_config.patch(max_autotune_pointwise=True))
+            scope.enter_context(tuned_kernels(gathers.needs_tuning))
             compiled = config.compile_fx_inner(gm, example_inputs, **kwargs)
         dump.code(compiled, direction)
         return compiled

@@ -14,11 +14,11 @@ stores only tensors that would have been stored anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ..core.fx import DECOMPOSED_VIEWS, SAME_ORDER, cast_of, fake_tensor, same_sizes, value_of
 from ..core.joint_graph import Builder, after_tangents
@@ -79,15 +79,14 @@ def rewrite(build: Builder, options: Options) -> None:
             record(NAME, str(node.target), "stores", why, user_line(node))
 
 
-def needs_tuning(gm: GraphModule) -> bool:
-    """Whether a graph stores rows by a permutation and also sums rows.
+def needs_tuning(nodes: Collection[Node]) -> bool:
+    """Whether one kernel, which computes these nodes, stores rows by a permutation and also sums rows.
 
-    Inductor makes one kernel of both, and its first choice of a tile for this kernel takes a fifth longer than the best tile
-    (benchmarks/NOTES.md).
+    Inductor's first choice of a tile for such a kernel takes a fifth longer than the best tile (docs/notes/gathers.md).
     """
-    placed = gm.graph.find_nodes(op="call_function", target=torch.ops.gradfuse.place_rows.default)
-    large = [n for n in placed if value_of(n).dim() > 1]
-    return bool(large) and bool(gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList))
+    placed = (n for n in nodes if n.target is torch.ops.gradfuse.place_rows.default)
+    sums = any(n.target is aten.sum.dim_IntList for n in nodes)
+    return sums and any(value_of(n).dim() > 1 for n in placed)
 
 
 def cache_bytes(device: torch.device) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,29 @@ def masks_in_registers() -> Iterator[None]:
         yield
     finally:
         TritonKernelOverrides.masked = staticmethod(stock)
+
+
+@contextlib.contextmanager
+def tuned_kernels(wanted: Callable[[Collection[torch.fx.Node]], bool]) -> Iterator[None]:
+    """Let Inductor time several tiles of some of the kernels that it makes, as ``max_autotune_pointwise`` does for all.
+
+    A graph's other kernels are not built several times. wanted: from the nodes that a kernel computes.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+
+    stock = TritonKernel.codegen_kernel
+
+    def codegen_kernel(self: Any, *args: Any, **kwargs: Any) -> str:
+        nodes = set().union(*(scheduled.node.get_origins() for scheduled in self.features.scheduler_nodes()))
+        every = inductor_config.max_autotune_pointwise
+        with inductor_config.patch(max_autotune_pointwise=every or wanted(nodes)):
+            return stock(self, *args, **kwargs)
+
+    TritonKernel.codegen_kernel = codegen_kernel
+    try:
+        yield
+    finally:
+        TritonKernel.codegen_kernel = stock
 
 
 @contextlib.contextmanager

@@ -76,6 +76,7 @@ NAMES: tuple[PrivateName, ...] = (
     *_of(
         "torch._inductor.codegen.triton",
         "lowering",
+        "TritonKernel.codegen_kernel",
         "TritonKernelOverrides.masked",
         "ops",
     ),

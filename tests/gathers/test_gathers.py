@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from inductor_ext.core.report import collect
 from inductor_ext.gathers import gathers
 from inductor_ext.torch_api.config import without_caches
 from tests.attention.case import relative_error
+from tests.support.emitted import kernels_of
+from tests.support.interpreter import INTERPRETED, triton_on_cpu
 
 TOKENS, TOPK, WIDTH = 40, 4, 24
 
@@ -106,3 +109,15 @@ def test_a_tensor_that_fits_into_the_cache_is_left_alone(monkeypatch):
     with without_caches(), collect() as report:
         step(torch.compile(permute, backend="gradfuse"), inputs, chosen, 1)
     assert not [d for d in report.decisions if d.pass_name == "gathers"]
+
+
+@INTERPRETED
+def test_only_kernels_that_place_and_sum_rows_are_tuned():
+    inputs, chosen = operands(torch.bfloat16), routing()
+    compiled = torch.compile(combine, backend="gradfuse", fullgraph=True)
+    torch._dynamo.reset()
+    with without_caches(), triton_on_cpu():
+        _, codes = run_and_get_code(step, compiled, inputs, chosen, 1)
+    kernels = [kernel for code in codes for kernel in kernels_of(code)]
+    tuned = [kernel for kernel in kernels if "'max_autotune_pointwise': True" in kernel]
+    assert len(tuned) == 1 < len(kernels) and "tl.sum" in tuned[0]
