@@ -97,6 +97,7 @@ def cases(only: list[str]) -> Iterator[Case]:
         ("log-space-dim1", log_space, 2, wide, 1, torch.float32),
         ("matrices-dim1", matrices, 4, (8, 1024, 512), 1, torch.float32),
         ("matrices-dim1-bf16", matrices, 4, (8, 1024, 512), 1, torch.bfloat16),
+        ("matrices-dim2", matrices, 4, (8, 512, 1024), 2, torch.float32),
         ("complex-matrices-dim1", complex_matrices, 8, (8, 1024, 512), 1, torch.float32),
         *((f"gated-length-{n}", gated, 2, (8, n, 512), 1, torch.float32) for n in LENGTHS if n != wide[1]),
     ]

@@ -17,7 +17,7 @@ from .core.kernel_op import KernelOp
 from .gathers import entry_sums, gather_sum, place_rows, segment_sum
 from .mlstm import lowering as mlstm
 from .options import Options
-from .scan import lower_associative, lower_backward, lower_forward, lower_linear
+from .scan import lower_associative, lower_backward, lower_forward, lower_linear, store_flipped
 from .torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
 from .torch_api.ir import stored
 from .torch_api.lowering import lowerings
@@ -83,5 +83,6 @@ def table(options: Options) -> dict[Any, Callable[..., Any]]:
         **{each.overload: each.lowering(options) for each in KERNELS},
         torch.ops.gradfuse.depend.default: lambda x, tensors: x,
         torch.ops.gradfuse.stored.default: stored,
+        torch.ops.gradfuse.store_flipped.default: store_flipped.lower,
         torch.ops.gradfuse.copied.default: lambda x, contiguous=True: lowerings[torch.ops.aten.clone.default](x),
     }

@@ -18,6 +18,7 @@ gradient of leaves that interact, or whose coefficients are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from ..core.fx import working_dtype
 from ..core.linear_scan import scanned
 from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
-from .associative import associative, backwards, cast, first_of_all, padded
+from .associative import associative, backwards, cast, first_of_all, in_memory_order, padded, runs_triton
 from .captured import Captured, unrounded_gradients
-from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
+from .plan import IN_LEVELS, ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
+from .store_flipped import store_flipped
 
 
 class _Scan(torch.autograd.Function):
@@ -141,30 +143,68 @@ def scan_gradients(
     if xs[0].shape[0] <= 1:
         return list(grads)
     with torch.enable_grad():
+        steps = _Steps.of(combine, xs, ys, reverse)
+        plan = plan_backward(plan, combine, steps.jacobian, xs, grads)
+        record_backward(plan)
+        if plan.backward[0].product is not None:
+            return scan_backward.gradients(plan.backward[0].product, ys, xs, grads, reverse)
+        # The gradient of a captured tensor is summed where it is computed, so it is not stored in either order.
+        in_levels = all(group.form in IN_LEVELS for group in plan.backward)
+        if reverse or not in_levels or not runs_triton(xs) or isinstance(combine, Captured):
+            return _gradients(plan, combine, steps, xs, grads, reverse)
+        # Inductor scans from the start only. In the order of that scan, its kernel computes the gradients too.
+        xs, ys, grads = ([x if x is None else backwards(x) for x in tensors] for tensors in (xs, ys, grads))
+        results = _gradients(plan, combine, _Steps.of(combine, xs, ys, True), xs, grads, True)
+        return [x if x is None else in_memory_order(x, store_flipped) for x in results]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """All steps ``after = combine(before, now)`` of a scan, but for its first element: leaves [T - 1, ...], and the Jacobian.
+
+    floating: the numbers of the leaves that are differentiated; these leaves of ``before`` and ``now`` require gradients.
+    """
+
+    before: list[Tensor]
+    now: list[Tensor]
+    after: list[Tensor]
+    floating: list[int]
+    jacobian: Jacobian
+
+    @staticmethod
+    def of(combine: Callable[..., Any], xs: Sequence[Tensor], ys: Sequence[Tensor], reverse: bool) -> _Steps:
+        """The steps of the scan of ``xs``, whose result is ``ys``."""
         floating = [i for i, x in enumerate(xs) if x.is_floating_point()]
         before, now = [_later(y, not reverse).detach() for y in ys], [_later(x, reverse).detach() for x in xs]
         for i in floating:
             before[i].requires_grad_()
             now[i].requires_grad_()
         after = pytree.tree_leaves(combine(*before, *now))
-        jacobian = _jacobian(after, before, floating)
-        plan = plan_backward(plan, combine, jacobian, xs, grads)
-        record_backward(plan)
-        if plan.backward[0].product is not None:
-            return scan_backward.gradients(plan.backward[0].product, ys, xs, grads, reverse)
-        adjoint = _adjoint(jacobian, plan, grads, reverse)
-        through = [i for i in adjoint if after[i].requires_grad]
-        outgoing = {i: _later(adjoint[i], reverse).to(after[i].dtype) for i in through}
-        parts = torch.autograd.grad(
-            [after[i] for i in through],
-            [now[i] for i in floating],
-            list(outgoing.values()),
-            allow_unused=True,
-        )
-        unrounded = unrounded_gradients(combine, before, now, {i: _later(adjoint[i], reverse) for i in through})
-        parts = [unrounded.get(i, part) for i, part in zip(floating, parts, strict=True)]
+        return _Steps(before, now, after, floating, _jacobian(after, before, floating))
+
+
+def _gradients(
+    plan: ScanPlan,
+    combine: Callable[..., Any],
+    steps: _Steps,
+    xs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    reverse: bool,
+) -> list[Tensor | None]:
+    """The gradients of ``scan_gradients`` by scans, one for each group of leaves in ``plan``."""
+    adjoint = _adjoint(steps.jacobian, plan, grads, reverse)
+    through = [i for i in adjoint if steps.after[i].requires_grad]
+    outgoing = {i: _later(adjoint[i], reverse).to(steps.after[i].dtype) for i in through}
+    parts = torch.autograd.grad(
+        [steps.after[i] for i in through],
+        [steps.now[i] for i in steps.floating],
+        list(outgoing.values()),
+        allow_unused=True,
+    )
+    unrounded = unrounded_gradients(combine, steps.before, steps.now, {i: _later(adjoint[i], reverse) for i in through})
+    parts = [unrounded.get(i, part) for i, part in zip(steps.floating, parts, strict=True)]
     result: list[Tensor | None] = [None] * len(xs)
-    for i, rest in zip(floating, parts, strict=True):
+    for i, rest in zip(steps.floating, parts, strict=True):
         if i in outgoing and rest is outgoing[i]:
             # dc/dx is 1, for example for a leaf that is only added. The first element need not be put before the others.
             result[i] = cast(adjoint[i], xs[i].dtype)

@@ -260,10 +260,20 @@ def rooted(a1, x1, a2, x2):
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_one_kernel_forward_and_two_backward(dim, device):
-    """The kernels store the state, its gradient through all later elements, and the gradients of the operands, each once."""
+def test_few_channels_are_scanned_by_stock(dim, device):
+    """The kernels store the state, its gradient through all later elements, and the gradients of the operands, each once.
+
+    Where times are next to each other in memory, the scan backwards and the gradients of the operands are one kernel.
+    """
     xs = [torch.rand(4, 5, 6, device=device, requires_grad=True) for _ in range(2)]
-    assert stores(gated, xs, dim) == [[1], [1, 2]]
+    assert stores(gated, xs, dim) == [[1], [2] if dim == 2 else [1, 2]]
+
+
+@pytest.mark.breadth(1)
+def test_leaves_that_interact_along_the_innermost_dim_are_one_kernel_each_way(device):
+    """Two of four leaves have a gradient of their own, which the backward does not store, and all four get one."""
+    xs = [torch.rand(6, 20, 16, device=device).requires_grad_() for _ in range(4)]
+    assert stores(matrix_product, xs, 2) == [[2], [4]]
 
 
 @pytest.mark.breadth(2)
