@@ -96,7 +96,8 @@ def flex_sweep_table() -> str:
         "score_mod | tokens | heads | mask | dtype | forward: stock | gradfuse | backward: stock | gradfuse",
         wide[columns].reset_index().to_numpy(),
     )
-    seconds = by_peer(compiled, "case", ["compile_s"]).compile_s
+    compiled["what"] = compiled.case.where(compiled["mode"] == "default", compiled.case + " with " + compiled["mode"])
+    seconds = by_peer(compiled, "what", ["compile_s"]).compile_s
     pairs = ", ".join(f"{s.Index} {s.stock:.1f} / {s.gradfuse:.1f}" for s in seconds.itertuples())
     return (
         f"{provenance(result)} D=64, with a batch of 2. Times are in milliseconds.\n\n{table}\n\n"

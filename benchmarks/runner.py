@@ -164,9 +164,10 @@ def run_suite(name: str, cases: Iterable[Case], *, compile_only: bool = False, o
             path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
-def time_compilation(name: str, warm_up: Case, cases: Iterable[Case], *, out: Path | None = None) -> None:
+def time_compilation(name: str, warm_up: Case, cases: Iterable[tuple[Case, str]], *, out: Path | None = None) -> None:
     """Seconds from ``torch.compile`` to the first gradient without any cache; write ``results/<name>.json``.
 
+    cases: each with a mode of ``torch.compile``.
     ``warm_up`` is compiled first and not recorded: whoever comes first starts worker processes and the GPU.
     """
     import torch._functorch.config as functorch_config
@@ -174,18 +175,19 @@ def time_compilation(name: str, warm_up: Case, cases: Iterable[Case], *, out: Pa
 
     rows = []
     with inductor_config.patch(force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
-        for number, case in enumerate(progress(f"{name}: compiling", "case", of=[warm_up, *cases])):
+        for number, (case, mode) in enumerate(progress(f"{name}: compiling", "case", of=[(warm_up, "default"), *cases])):
             leaves = [x for x in case.inputs if x.requires_grad]
             for peer in ("stock", "gradfuse"):
                 torch._dynamo.reset()
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                out_tensor = case.peers[peer](case.function)(*case.inputs)
-                torch.autograd.grad(out_tensor.sum(), leaves)
+                with inductor_config.patch(torch._inductor.list_mode_options(mode)):
+                    out_tensor = case.peers[peer](case.function)(*case.inputs)
+                    torch.autograd.grad(out_tensor.sum(), leaves)
                 torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
                 if number:
-                    rows.append({"case": case.name, **case.parameters, "peer": peer, "compile_s": seconds})
+                    rows.append({"case": case.name, **case.parameters, "mode": mode, "peer": peer, "compile_s": seconds})
                     print(json.dumps(rows[-1]), flush=True)
     path = out or RESULTS / f"{name}.json"
     path.write_text(json.dumps({"suite": name, "environment": environment(), "rows": rows}, indent=1) + "\n")

@@ -160,7 +160,7 @@ def scan_gradients(
 
 @dataclass(frozen=True)
 class _Steps:
-    """All steps ``after = combine(before, now)`` of a scan, but for its first element: leaves [T - 1, ...], and the Jacobian.
+    """The steps ``after = combine(before, now)`` of a scan, from its second element on: leaves [T - 1, ...].
 
     floating: the numbers of the leaves that are differentiated; these leaves of ``before`` and ``now`` require gradients.
     """
