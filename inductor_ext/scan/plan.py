@@ -40,10 +40,6 @@ class Form(Enum):
     NONE = "no scan"
 
 
-#: The forms that Inductor scans itself.
-IN_LEVELS = (Form.TWO_LEVELS, Form.ONE_LEVEL)
-
-
 @dataclass(frozen=True)
 class Group:
     """The form of the gradient of leaves that interact.

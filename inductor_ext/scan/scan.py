@@ -31,7 +31,7 @@ from ..torch_api.graph import pytree
 from . import scan_backward, scan_forward
 from .associative import associative, backwards, cast, first_of_all, in_memory_order, padded, runs_triton
 from .captured import Captured, unrounded_gradients
-from .plan import IN_LEVELS, ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
+from .plan import ONE, Form, Jacobian, ScanPlan, plan_backward, plan_forward, record_backward, record_forward
 from .recurrences import gated, reads
 from .store_flipped import store_flipped
 
@@ -149,10 +149,11 @@ def scan_gradients(
         if plan.backward[0].product is not None:
             return scan_backward.gradients(plan.backward[0].product, ys, xs, grads, reverse)
         # The gradient of a captured tensor is summed where it is computed, so it is not stored in either order.
-        in_levels = all(group.form in IN_LEVELS for group in plan.backward)
-        if reverse or not in_levels or not runs_triton(xs) or isinstance(combine, Captured):
+        of_stock = all(group.form is Form.ONE_LEVEL for group in plan.backward)
+        if reverse or not of_stock or not runs_triton(xs) or isinstance(combine, Captured):
             return _gradients(plan, combine, steps, xs, grads, reverse)
-        # Inductor scans from the start only. In the order of that scan, its kernel computes the gradients too.
+        # Inductor scans from the start only. In the order of that scan, its kernel computes the gradients too. (Scans in two
+        # levels have several kernels, and were slower in this order.)
         xs, ys, grads = ([x if x is None else backwards(x) for x in tensors] for tensors in (xs, ys, grads))
         results = _gradients(plan, combine, _Steps.of(combine, xs, ys, True), xs, grads, True)
         return [x if x is None else in_memory_order(x, store_flipped) for x in results]
