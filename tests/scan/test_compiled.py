@@ -263,10 +263,12 @@ def rooted(a1, x1, a2, x2):
 def test_few_channels_are_scanned_by_stock(dim, device):
     """The kernels store the state, its gradient through all later elements, and the gradients of the operands, each once.
 
-    Where times are next to each other in memory, the scan backwards and the gradients of the operands are one kernel.
+    Where times are next to each other in memory, the scan backwards and the gradients of the operands are one kernel. Elsewhere
+    they are if Inductor changes the order of loops, as it does for a GPU.
     """
     xs = [torch.rand(4, 5, 6, device=device, requires_grad=True) for _ in range(2)]
-    assert stores(gated, xs, dim) == [[1], [2] if dim == 2 else [1, 2]]
+    forward, backward = stores(gated, xs, dim)
+    assert forward == [1] and (backward == [2] or (dim < 2 and device == "cpu" and backward == [1, 2]))
 
 
 @pytest.mark.breadth(1)
