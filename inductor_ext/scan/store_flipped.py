@@ -1,7 +1,7 @@
-"""``store_flipped(x, dim)``: x flipped along a dim. Whatever kernel computes x stores each element where it belongs.
+"""``store_flipped(x, dim)``: x flipped along a dim, by the kernel that computes x: it stores each element in its place.
 
-Inductor's own ``flip`` belongs to the kernel that reads the result. A kernel that computes the elements of a scan in the
-scan's order, and must not be fused with one of another order, would then store them, and a second kernel would flip them.
+Inductor computes a ``flip`` where the result is read. Loops in opposite orders are not fused, so a kernel that scans would
+store x in the order of the scan, and a second kernel would read it from the other end.
 """
 
 from __future__ import annotations

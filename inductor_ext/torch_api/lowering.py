@@ -82,7 +82,7 @@ def masks_in_registers() -> Iterator[None]:
 def tuned_kernels(wanted: Callable[[Collection[torch.fx.Node]], bool]) -> Iterator[None]:
     """Let Inductor time several tiles of some of the kernels that it makes, as ``max_autotune_pointwise`` does for all.
 
-    A graph's other kernels are not built several times. wanted: from the nodes that a kernel computes.
+    Other kernels are built once. wanted: says whether a kernel is one of these, from the nodes that it computes.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
