@@ -125,4 +125,8 @@ def test_only_kernels_that_place_and_sum_rows_are_tuned():
         _, codes = run_and_get_code(step, compiled, inputs, chosen, 1)
     kernels = [kernel for code in codes for kernel in kernels_of(code)]
     tuned = [kernel for kernel in kernels if "'max_autotune_pointwise': True" in kernel]
-    assert len(tuned) == 1 < sum("tl.sum" in kernel for kernel in kernels) and "tl.sum" in tuned[0] and "mutated_arg_names': ['" in tuned[0]
+    assert (
+        len(tuned) == 1 < sum("tl.sum" in kernel for kernel in kernels)
+        and "tl.sum" in tuned[0]
+        and "mutated_arg_names': ['" in tuned[0]
+    )
