@@ -2,11 +2,12 @@
 
 ``pytest`` runs the quick suite: every feature and every layer, and of a test with many cases some of them, as its marker
 ``breadth(n)`` says (n cases, spread evenly; 0 for none). ``pytest -m full`` runs all the others. With ``--share 1/3`` both run
-a third of their tests.
+a third of their tests. With ``--seconds 600`` a test is skipped if ten minutes have passed when it would begin.
 """
 
 import contextlib
 import os
+import time
 from collections import defaultdict
 
 import torch
@@ -19,9 +20,21 @@ import pytest
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.torch_api.config import without_caches
 
+BEGIN = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser):
     parser.addoption("--share", help="I/N: of the tests that would run, run every N-th from the I-th on")
+    parser.addoption("--seconds", type=float, default=float("inf"), help="skip the tests that would begin later than this")
+
+
+def pytest_configure(config):
+    config.stash[BEGIN] = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() - item.config.stash[BEGIN] > item.config.getoption("--seconds"):
+        pytest.skip("the seconds are over")
 
 
 @pytest.hookimpl(tryfirst=True)

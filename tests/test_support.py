@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.attention.case import relative_error
-from tests.conftest import share_of
+from tests.conftest import pytest_runtest_setup, share_of
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
 from tests.support.whole_tiles import _reduce, _scan
 
@@ -25,6 +25,14 @@ def test_the_shares_are_all_tests_and_share_none():
     for wrong in ("0/3", "4/3"):
         with pytest.raises(pytest.UsageError, match="numbered from 1 to 3"):
             share_of(items, wrong)
+
+
+def test_no_test_begins_when_the_seconds_are_over(request, monkeypatch):
+    monkeypatch.setattr(request.config.option, "seconds", 3600)
+    pytest_runtest_setup(request.node)
+    monkeypatch.setattr(request.config.option, "seconds", 0)
+    with pytest.raises(pytest.skip.Exception, match="seconds are over"):
+        pytest_runtest_setup(request.node)
 
 
 def test_an_error_that_is_not_a_number_fails():

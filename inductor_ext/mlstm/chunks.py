@@ -41,18 +41,19 @@ LARGE = 1e30
 WIDEST = {torch.float32: 64, torch.bfloat16: 256}
 WIDEST_ELSEWHERE = {torch.float32: 64, torch.bfloat16: 128}
 #: GPUs use the chunkwise form for sequences of at least FEWEST_POSITIONS, if all heads of all sequences together have at
-#: least FEWEST_ROWS rows. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md). The
-#: backward saves more, so it has a number of its own: the two directions need not have the same form.
-FEWEST_POSITIONS, FEWEST_ROWS, FEWEST_ROWS_BACKWARD = 4096, 65536, 32768
+#: least FEWEST_ROWS rows. With fewer, its thirteen more launches take longer than it saves (docs/notes/mlstm.md). The rows
+#: of heads wider than WIDTH count for more, because the parallel form takes longer for each. Both directions have the same
+#: form, because the backward has the states from the forward.
+FEWEST_POSITIONS, FEWEST_ROWS, WIDTH = 4096, 65536, 128
 #: CPUs use it from the larger of two lengths on: FEWEST_ON_CPU, and FEWEST_FOR_WIDTH_ON_CPU times the width of the widest
 #: head, because a state has as many elements as the square of the width.
 FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU = 512, 4
 
 
-def chunk_size(query: Tensor, value: Tensor, with_states: bool = False, backward: bool = False) -> int:
+def chunk_size(query: Tensor, value: Tensor, with_states: bool = False) -> int:
     """The number of positions in a chunk for a query [B, N, S, D] and a value [B, N, S, Dv], or 0 for the parallel form.
 
-    with_states: whether a state is given or wanted, for which there is no parallel form. backward: for the gradients.
+    with_states: whether a state is given or wanted, for which there is no parallel form.
     """
     batch, heads, length, _ = query.shape
     widths = (query.shape[-1], value.shape[-1])
@@ -64,8 +65,8 @@ def chunk_size(query: Tensor, value: Tensor, with_states: bool = False, backward
         return min(CHUNK, length) if isinstance(length, int) else CHUNK
     if not runs_kernels:
         return CHUNK if length >= max(FEWEST_ON_CPU, FEWEST_FOR_WIDTH_ON_CPU * max(widths)) else 0
-    fewest_rows = FEWEST_ROWS_BACKWARD if backward else FEWEST_ROWS
-    long = has_kernels and length >= FEWEST_POSITIONS and batch * heads * length >= fewest_rows
+    rows = batch * heads * length * max(*widths, WIDTH) // WIDTH
+    long = has_kernels and length >= FEWEST_POSITIONS and rows >= FEWEST_ROWS
     return CHUNK_IN_KERNELS if long else 0
 
 

@@ -212,7 +212,7 @@ def _gradients(
     They are those that go through C, the weights of all pairs of a row and a column.
     """
     with_states = first is not None or grad_last is not None
-    chunk, before, after, reference = chunks.chunk_size(query, value, with_states, backward=True), None, None, None
+    chunk, before, after, reference = chunks.chunk_size(query, value, with_states), None, None, None
     if chunk:
         reference = chunks.references(log_max, chunk, first_max)
         before = chunks.states(key, value, None, log_weight, reference, first, chunk, after=False)

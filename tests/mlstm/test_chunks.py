@@ -25,7 +25,7 @@ from .test_compiled import compiled, emitted
 @pytest.fixture
 def chunked(monkeypatch):
     """Call it with the number of positions in a chunk; from then on the chunkwise form is used."""
-    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda *_, **__: chunk)
+    return lambda chunk: monkeypatch.setattr(chunks, "chunk_size", lambda *_: chunk)
 
 
 @pytest.fixture
@@ -163,13 +163,6 @@ def test_kernels(name, dtype, device, chunked, small_tiles):
     check(replace(case, dtype=dtype), device)
 
 
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("device", DEVICES)
-def test_only_the_backward_in_chunks(device, small_tiles, monkeypatch):
-    monkeypatch.setattr(chunks, "chunk_size", lambda *_, backward=False: 32 if backward else 0)
-    check(Case(length=97, heads=1, norm=False, eps=1e-2), device)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "width, dtype",
@@ -217,9 +210,9 @@ def test_when_it_is_chosen(monkeypatch):
         assert chunks.chunk_size(query[:, :1], query) == 0
         assert chunks.chunk_size(query[:, :, :99], query) == 0
         assert chunks.chunk_size(query, torch.empty(1, 2, 100, 65)) == 0
-        monkeypatch.setattr(chunks, "FEWEST_ROWS_BACKWARD", 100)
-        assert chunks.chunk_size(query[:, :1], query, backward=True) == chunks.CHUNK_IN_KERNELS
-        assert chunks.chunk_size(query[:, :1, :99], query, backward=True) == 0
+        narrow, wide = (torch.empty(1, 1, 100, width, dtype=torch.bfloat16) for width in (128, 256))
+        assert chunks.chunk_size(narrow, narrow) == 0
+        assert chunks.chunk_size(narrow, wide) == chunks.CHUNK_IN_KERNELS, "rows of wide heads take longer"
         wide = torch.empty(1, 2, 100, 256, dtype=torch.bfloat16)
         assert chunks.chunk_size(wide, wide) == chunks.CHUNK_IN_KERNELS
         with on_target(architecture=120):

@@ -76,7 +76,7 @@ def test_columns_after_the_rows_are_not_computed(small_blocks):
 @pytest.mark.parametrize("chunk", [0, 128])
 def test_memory_is_linear_in_the_length(chunk, monkeypatch):
     """No tensor of either graph, loop bodies included, holds length x length elements. The parallel form has loops."""
-    monkeypatch.setattr(chunks, "chunk_size", lambda *_, **__: chunk)
+    monkeypatch.setattr(chunks, "chunk_size", lambda *_: chunk)
     case = Case(length=2048, heads=1, value_width=16)
     with eager_graphs() as graphs:
         compiled(case)(*case.operands()).sum().backward()
