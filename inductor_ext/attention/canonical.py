@@ -85,11 +85,12 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options) -> None:
 
 def install(gm: GraphModule, name: str, module: GraphModule) -> Node:
     """Add ``module`` beside the score_mod that it replaces, which other nodes may share, and return a node for it."""
-    for power in module.graph.find_nodes(op="call_function", target=operator.pow):
+    powers = [n for n in module.graph.find_nodes(op="call_function", target=operator.pow) if fake_tensor(n) is not None]
+    for power in powers:
         # FX prints an operator as Python's, and ``-1 ** k`` is -(1 ** k).
-        if fake_tensor(power) is not None:
-            power.target = torch.pow
-    module.recompile()
+        power.target = torch.pow
+    if powers:
+        module.recompile()
     fresh, i = f"{name}_gradfuse", 0
     while hasattr(gm, fresh):
         i += 1

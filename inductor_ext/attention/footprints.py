@@ -32,6 +32,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from ..core.equal_graphs import contents
 from ..core.fx import dtype_of, indices_of, name_of, value_or_none
 from ..core.integers import exact_integers
 from ..torch_api.sizes import ValueRanges, bound_sympy
@@ -124,6 +125,9 @@ TRUTH_CASTS = names("to _to_copy convert_element_type bool type type_as")
 _DIVISIONS, _REMAINDERS = names("floordiv floor_divide"), names("mod remainder fmod")
 #: The dtypes whose sums and products are followed. Those of floats are exact within the integers that the dtype represents.
 _FOLLOWED = {torch.int32, torch.int64, torch.float32, torch.float64}
+#: The abstract values of the nodes of score_mods, by all that they depend on, and the ranges of their symbols.
+_interpretations: dict[Any, tuple[list[_Value | None], Ranges]] = {}
+_MOST_INTERPRETATIONS = 256
 #: The bound of a position whose length is symbolic. Positions are 32-bit integers, and the sum of two does not wrap.
 _MOST_POSITIONS = 2**30
 
@@ -190,7 +194,26 @@ def _is_float(node: Node) -> bool:
 def _interpret(
     graph: Graph, ranges: Ranges, assumed: Mapping[Node, sympy.Expr] = MappingProxyType({})
 ) -> dict[Node, _Value]:
-    """Return the abstract value of every node, and add the range of every new symbol to ``ranges``."""
+    """Return the abstract value of every node, and add the range of every new symbol to ``ranges``.
+
+    Layers of a model have equal score_mods, and several analyses of one ask the same, so the values are kept.
+    """
+    if any(_size_symbol(c) is not None for c in ScoreMod.of(graph).captured):
+        # A symbol for a size has the name of its node.
+        return _evaluated(graph, ranges, assumed)
+    nodes = [*graph.nodes]
+    key = (contents(graph), ranges.key(), tuple((nodes.index(n), x) for n, x in assumed.items()))
+    if key not in _interpretations:
+        if len(_interpretations) >= _MOST_INTERPRETATIONS:
+            _interpretations.clear()
+        values = _evaluated(graph, ranges, assumed)
+        _interpretations[key] = [values.get(n) for n in nodes], ranges
+    kept, with_symbols = _interpretations[key]
+    ranges.take(with_symbols)
+    return {node: value for node, value in zip(nodes, kept, strict=True) if value is not None}
+
+
+def _evaluated(graph: Graph, ranges: Ranges, assumed: Mapping[Node, sympy.Expr]) -> dict[Node, _Value]:
     inputs = ScoreMod.of(graph)
     values = {
         inputs.score: _Value(Footprint(score=True)),
@@ -228,6 +251,14 @@ class Ranges:
         """Add a symbol that may have any value of its dtype. A Python integer has no bounds."""
         if dtype is not None:
             self._ranges[symbol] = ValueRanges(*exact_integers(dtype))
+
+    def key(self) -> tuple[Any, ...]:
+        """Return a value that is equal for equal ranges."""
+        return tuple((symbol, x.lower, x.upper) for symbol, x in self._ranges.items())
+
+    def take(self, other: Ranges) -> None:
+        """Take the ranges of another."""
+        self._ranges = dict(other._ranges)
 
     def below(self, symbol: sympy.Symbol, number: int) -> bool:
         """Return whether every value of a position is below a number."""

@@ -13,6 +13,7 @@ from ..torch_api.frontend import saved_tensors_hooks_disabled
 from ..torch_api.graph import pytree
 from ..torch_api.higher_order import associative_scan_hop, flex_attention_backward_hop, flex_attention_hop
 from ..torch_api.sizes import composed, statically_known_true
+from .constants import Constants, call_of
 from .fx import value_of, value_or_none
 
 
@@ -22,7 +23,7 @@ class Inserter:
     AOTAutograd's cache takes a graph only if every tensor has its ``example_value``, and a report or an error names the
     user's line only if there is a stack trace. The stack trace comes from ``like``, the node for which the new ones are
     made, and the fake mode of the values from its inputs. ``like`` must not come after the insertion point, because sizes
-    that are computed before it are used again.
+    that are computed before it are used again, and so are constants (constants.py).
     """
 
     def __init__(self, graph: Graph, like: Node) -> None:
@@ -33,16 +34,17 @@ class Inserter:
         modes = (getattr(value_or_none(n), "fake_mode", None) for n in like.all_input_nodes)
         self._fake_mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
         self._sizes: dict[str, Any] = {}
+        self._constants = Constants.of(graph)
 
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call of a function."""
         args, kwargs = self._with_size_nodes((args, kwargs))
-        return self._with_value(self.graph.call_function(target, args, kwargs), target)
+        return self._inserted("call_function", target, args, kwargs)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """Insert a call of a method of a tensor, which is the first argument."""
         args, kwargs = self._with_size_nodes((args, kwargs))
-        return self._with_value(self.graph.call_method(name, args, kwargs), getattr(torch.Tensor, name))
+        return self._inserted("call_method", name, args, kwargs)
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Callable[[], Any]) -> Node:
         """Insert a call of an op with graphs among its operands, which cannot run here. ``value`` makes its value."""
@@ -52,10 +54,10 @@ class Inserter:
 
     def copy(self, node: Node, inputs: Callable[[Node], Any]) -> Node:
         """Insert a copy of a node with other inputs."""
-        new = self.graph.node_copy(node, inputs)
-        new.meta.pop("example_value", None)
-        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
-        return self._with_value(new, target) if node.op in ("call_function", "call_method") else new
+        if node.op not in ("call_function", "call_method"):
+            return self.graph.node_copy(node, inputs)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), inputs)
+        return self._inserted(node.op, node.target, args, kwargs, node.meta)
 
     def take_place(self, old: Node, new: Node, for_user: Callable[[Node], bool]) -> None:
         """Replace ``old`` by ``new``, of the same shape, dtype and strides, for the users for which ``for_user`` holds.
@@ -65,6 +67,17 @@ class Inserter:
         """
         old.replace_all_uses_with(new, delete_user_cb=for_user)
         new.meta["example_value"] = value_of(old)
+
+    def _inserted(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Any = ()) -> Node:
+        """Insert a call, or return the constant that it is, if there is one before ``like``. meta: of the new node."""
+        call = call_of(target, args, kwargs)
+        node = self._constants.find(call, self._like)
+        if node is None:
+            node = self.graph.create_node(op, target, args, kwargs)
+            node.meta.update({k: v for k, v in dict(meta).items() if k != "example_value"})
+            self._with_value(node, getattr(torch.Tensor, target) if op == "call_method" else target)
+            self._constants.add(call, node)
+        return node
 
     def _with_size_nodes(self, arguments: Any) -> Any:
         """Return arguments in which nodes stand for symbolic sizes, as Dynamo traces them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..options import Options
 from .dynamo_graph import attribute, is_function_of_numbers
@@ -28,23 +28,23 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         if not node.users:
             gm.graph.erase_node(node)
         elif is_function_of_numbers(node):
-            node.target = kept.setdefault(_contents(getattr(gm, node.target)), node.target)
+            node.target = kept.setdefault(contents(getattr(gm, node.target).graph), node.target)
     used = {node.target.partition(".")[0] for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     for name in names - used:
         gm.delete_submodule(name)
 
 
-def _contents(module: GraphModule) -> tuple[Any, ...]:
+def contents(graph: Graph) -> tuple[Any, ...]:
     """Return all that a graph computes, and what is known of its values. Equal graphs have equal contents."""
-    numbers = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
-    return tuple((node.op, _target(module, node), _arguments(node, numbers), _facts(node)) for node in module.graph.nodes)
+    numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    return tuple((node.op, _target(node), _arguments(node, numbers), _facts(node)) for node in graph.nodes)
 
 
-def _target(module: GraphModule, node: Node) -> Any:
+def _target(node: Node) -> Any:
     """The name of an input has no meaning. Attributes are compared by identity."""
     if node.op == "placeholder":
         return None
-    return id(attribute(module, node.target)) if node.op in ("get_attr", "call_module") else node.target
+    return id(attribute(node.graph.owning_module, node.target)) if node.op in ("get_attr", "call_module") else node.target
 
 
 def _arguments(node: Node, numbers: dict[Node, str]) -> str:

@@ -12,6 +12,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -22,6 +23,8 @@ __all__ = [
     "OpOverload",
     "assert_async",
     "buffer_value",
+    "enter_inference_mode",
+    "is_erased",
     "is_torch",
     "is_wrapper",
     "pytree",
@@ -38,6 +41,11 @@ def is_torch(function: Any) -> bool:
     """Return whether a function is an operator or one of torch, and no other function of the same name."""
     name = getattr(function, "__name__", "")
     return getattr(function, "__module__", None) in _HOMES or any(getattr(x, name, None) is function for x in _NAMESPACES)
+
+
+def is_erased(node: Node) -> bool:
+    """Return whether a node is no longer in its graph."""
+    return node._erased
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch.fx import Interpreter, symbolic_trace
 
+from inductor_ext.attention import footprints as analysis
 from inductor_ext.attention.footprints import footprints
 from tests.support import random_score_mods
 
@@ -196,3 +197,22 @@ def check_footprints(body, extents):
         assert footprint.batch or same(values, values[:1].expand_as(values)), (node, footprint)
         assert footprint.head or same(values, values[:, :1].expand_as(values)), (node, footprint)
         assert not varies(values, footprint.kind), (node, footprint)
+
+
+def test_equal_score_mods_are_read_once(monkeypatch):
+    """The footprints of another graph of the same contents are known, and those for other lengths or dtypes are not."""
+    evaluated, evaluate = [], analysis._evaluated
+    monkeypatch.setattr(analysis, "_interpretations", {})
+    monkeypatch.setattr(analysis, "_evaluated", lambda graph, *rest: evaluated.append(graph) or evaluate(graph, *rest))
+
+    def of_result(dtype=torch.int32, extents=(None,) * 4):
+        module, _, tables = analysed("(q.half() - k.half()) + t[q] * 0")
+        Evaluate(module).run(torch.zeros(()), *(torch.zeros((), dtype=dtype) for _ in "bhqk"), *tables)
+        (out,) = module.graph.find_nodes(op="output")[0].args
+        return str(footprints(module.graph, extents)[out])
+
+    short = (1, 1, 16, 16)
+    assert [of_result(), of_result(), of_result(extents=short), of_result(extents=short)] == ["pair", "pair", "pair", "pair"]
+    assert len(evaluated) == 2
+    assert of_result(torch.int64, short) == "pair"
+    assert len(evaluated) == 3
