@@ -25,7 +25,7 @@ import transformers as hf
 
 from inductor_ext.core.table import progress
 
-from .models import MODELS, row_of, start
+from .models import MODELS, answer, start
 from .runner import RESULTS, environment
 
 TEN = (
@@ -99,7 +99,9 @@ def _first_step(name: str, peer: str, smoke: bool, caches: str) -> dict[str, Any
     numbers = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     with start(name, peer, smoke, caches, gpus[list(MODELS).index(name) % len(gpus)]) as worker:
-        return row_of(worker, worker.stdout.readline(), "")
+        row = answer(worker)
+        worker.stdin.close()
+        return row
 
 
 if __name__ == "__main__":

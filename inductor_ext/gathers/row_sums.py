@@ -34,21 +34,22 @@ def _(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bo
 
 
 @torch.library.custom_op("gradfuse::segment_sum", mutates_args=())
-def segment_sum(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def segment_sum(values: Tensor, order: Tensor, keys: Tensor, offset: int, rows: int, dtype: torch.dtype) -> Tensor:
     """A scatter-add by a sorted index into ``rows`` rows of zeros.
 
-    Row r of the result is the sum of ``values[order[i]]`` over all i with ``keys[i] == r``. values is [N, H], order [N]
-    int64. keys is [N], integers in ascending order, where -1 marks a row that is left out. The result [rows, H] is rounded
-    once, to ``dtype``.
+    Row r of the result is the sum of ``values[order[i]]`` over all i with ``keys[i] + offset == r``. values is [N, H], order
+    [N] int64. keys is [N], integers in ascending order; a sum of -1 with the offset marks a row that is left out. (With an
+    offset, a narrow dtype holds the keys of twice as many rows.) The result [rows, H] is rounded once, to ``dtype``.
     """
     wide = working_dtype(values.dtype)
+    keys = keys.long() + offset
     kept = torch.where((keys >= 0).unsqueeze(1), values[order].to(wide), 0)
     total = torch.zeros((rows, values.shape[1]), dtype=wide, device=values.device)
-    return total.index_add_(0, keys.clamp(min=0).long(), kept).to(dtype)
+    return total.index_add_(0, keys.clamp(min=0), kept).to(dtype)
 
 
 @segment_sum.register_fake
-def _(values: Tensor, order: Tensor, keys: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def _(values: Tensor, order: Tensor, keys: Tensor, offset: int, rows: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty((rows, values.shape[1]), dtype=dtype)
 
 

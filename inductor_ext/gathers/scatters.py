@@ -90,7 +90,7 @@ class _Rewriter:
         self.build = build
         self.deterministic = deterministic
         self.rounded: dict[Node, Node] = {}
-        self._sorted: dict[Any, tuple[Node, Node]] = {}
+        self._sorted: dict[Any, tuple[Node, Node, int]] = {}
 
     def scatter(self, found: ScatterAdd) -> None:
         """Replace one scatter-add by the first form of the same sum that applies."""
@@ -211,14 +211,14 @@ class _Rewriter:
         values, left_out = _narrowed(found)
         if not found.indexed or not _has_kernels(found) or not self._worth_sorting(found, value_of(values).dtype):
             return None
-        order, keys = self._sort(found, left_out)
+        order, keys, offset = self._sort(found, left_out)
         dims = range(found.dim, found.dim + len(found.indexed))
         rows = self.build.product(self.build.sizes(found.base, dims))
         values = by_row(self.build, found, values)
         kept = self.build.sizes(values, range(1, value_of(values).dim()))
         values = view(self.build, values, [self.build.size(values, 0), self.build.product(kept)])
         wide = working_dtype(value_of(values).dtype)
-        total = self.build.call(gradfuse.segment_sum.default, values, order, keys, rows, wide)
+        total = self.build.call(gradfuse.segment_sum.default, values, order, keys, offset, rows, wide)
         total = view(self.build, total, [*self.build.sizes(found.base, dims), *kept])
         why = "the values of a row are added in a fixed order" if self.deterministic else "sorting is faster than atomics"
         return self._onto(found.base, from_rows(self.build, found, total)), "segments", why
@@ -249,16 +249,21 @@ class _Rewriter:
         sorting = Target.sort_seconds + (elements + 2 * cells) * dtype.itemsize / Target.bandwidth
         return found.dim == 0 and sorting < atomics
 
-    def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node]:
-        """The order [N] that sorts the flattened index, and the sorted index [N]; scatter-adds by one index share both."""
+    def _sort(self, found: ScatterAdd, left_out: Node | None) -> tuple[Node, Node, int]:
+        """The order [N] that sorts the flattened index, the sorted index [N] less an offset, and that offset.
+
+        Scatter-adds by one index share them.
+        """
         shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
         known = (found.indexed, str(shape), found.keep, left_out)
         if known not in self._sorted:
             call = self.build.call
             keys = self._keys(found, left_out)
-            keys = self.build.convert(keys, _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None))
-            both = call(aten.sort.stable, keys, stable=True, dim=0, descending=False)
-            self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0)
+            dtype, offset = _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None)
+            if offset:
+                keys = call(aten.sub.Tensor, keys, offset)
+            both = call(aten.sort.stable, self.build.convert(keys, dtype), stable=True, dim=0, descending=False)
+            self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0), offset
         return self._sorted[known]
 
     def _keys(self, found: ScatterAdd, left_out: Node | None) -> Node:
@@ -376,9 +381,12 @@ def _adds_elements(node: Node) -> bool:
     return node.target is aten.scatter_add.default or node.args[4] == "sum"
 
 
-def _narrowest(rows: int | None) -> torch.dtype:
-    """The narrowest dtype that holds -2 .. rows, because a radix sort takes one pass for each byte."""
+def _narrowest(rows: int | None) -> tuple[torch.dtype, int]:
+    """The narrowest dtype that holds -2 .. rows less an offset, and that offset. A radix sort takes one pass for each byte."""
     for dtype in (torch.int8, torch.int16):
-        if rows is not None and rows <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int32
+        least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        if rows is not None and rows <= greatest:
+            return dtype, 0
+        if rows is not None and rows <= greatest - least - 2:
+            return dtype, -2 - least
+    return torch.int32, 0

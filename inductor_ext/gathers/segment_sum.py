@@ -50,7 +50,7 @@ def _block(width: Any, widest: int) -> int:
     return block
 
 
-def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> Any:
+def lower(values: Any, order: Any, keys: Any, offset: int, rows: Any, dtype: torch.dtype) -> Any:
     """Lower the op. The operands and the result are those of ``gathers.row_sums.segment_sum``."""
     device, (count, width) = values.get_device(), values.get_size()
     wide = working_dtype(values.get_dtype())
@@ -61,6 +61,8 @@ def lower(values: Any, order: Any, keys: Any, rows: Any, dtype: torch.dtype) -> 
     tail = empty_strided([chunks, width], partial_strides, dtype=wide, device=device)
     template_options = {
         "CHUNK": CHUNK,
+        "OFFSET": offset,
+        "LEFT_OUT": -1 - offset,
         "ACC_DTYPE": "tl.float64" if wide is torch.float64 else "tl.float32",
         "num_stages": 1,
     }

@@ -52,14 +52,15 @@ def draws():
 
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype, offset", [(torch.int64, 0), (torch.int16, 32766)], ids=["", "offset"])
 @pytest.mark.parametrize("name, rows, ids", draws(), ids=lambda x: x if isinstance(x, str) else None)
-def test_segment_sum(name, rows, ids, device):
+def test_segment_sum(name, rows, ids, dtype, offset, device):
     values = torch.randn(len(ids), 40)
-    order, keys = sorted_rows(ids)
+    order, keys = sorted_rows(ids - offset, dtype)
     exact = torch.zeros(rows, 40, dtype=torch.float64).index_add_(
         0, ids.clamp(min=0), torch.where((ids >= 0)[:, None], values, 0).double()
     )
-    run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, rows, torch.float32), device)
+    run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, offset, rows, torch.float32), device)
     where = torch_device(device)
     with scope:
         got = run(values.to(where), order.to(where), keys.to(where)).cpu()
@@ -74,7 +75,7 @@ def test_segment_sum_dtypes_and_widths(dtype, width, device):
     ids = torch.randint(0, 17, (90,))
     values = torch.randn(90, width).to(dtype)
     order, keys = sorted_rows(ids, torch.int8)
-    run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, 17, dtype), device)
+    run, scope = compiled(lambda v, o, k: segment_sum(v, o, k, 0, 17, dtype), device)
     with scope:
         got = run(values.to(torch_device(device)), order.to(torch_device(device)), keys.to(torch_device(device))).cpu()
     assert got.dtype == dtype
@@ -90,7 +91,7 @@ def test_segment_sum_of_strided_values(device):
     ids = torch.randint(0, 6, (70,))
     order, keys = (x.to(torch_device(device)) for x in sorted_rows(ids))
     for values in (torch.randn(24, 70).T, torch.randn(1, 24).expand(70, 24), torch.randn(70, 48)[:, ::2]):
-        run, scope = compiled(lambda v: segment_sum(v * 1, order, keys, 6, torch.float32), device)
+        run, scope = compiled(lambda v: segment_sum(v * 1, order, keys, 0, 6, torch.float32), device)
         with scope:
             got = run(values.to(torch_device(device))).cpu()
         exact = torch.zeros(6, 24, dtype=torch.float64).index_add_(0, ids, values.double())

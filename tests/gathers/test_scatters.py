@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inductor_ext.core.report import collect
+from inductor_ext.gathers.scatters import _narrowest
 from inductor_ext.torch_api.config import without_caches
 from tests.attention.case import relative_error
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
@@ -228,6 +229,32 @@ def test_deterministic_without_proof(function, dtype):
     _, want = gradients(function, x.double(), chosen, weight.double())
     _, once = gradients(function, x.float(), chosen, weight)
     assert relative_error(got, want) <= 1.2 * relative_error(once.to(dtype), want) + 1e-7
+
+
+@pytest.mark.parametrize("rows", [None, 1, 127, 128, 253, 254, 32767, 32768, 65533, 65534])
+def test_the_narrowest_keys_hold_every_row(rows):
+    """And the two numbers below 0 that mark what is left out and what is out of bounds."""
+    dtype, offset = _narrowest(rows)
+    limits = torch.iinfo(dtype)
+    assert limits.min <= -2 - offset
+    assert rows is None or rows - offset <= limits.max
+    narrower = {torch.int8: 0, torch.int16: 253, torch.int32: 65533}[dtype]
+    assert rows is None or rows > narrower
+
+
+@INTERPRETED
+@pytest.mark.parametrize("rows", [200, 50257])
+def test_keys_with_an_offset(rows):
+    """The first row, the last one, both counted from the end as well, and a row that is not chosen."""
+    chosen = torch.tensor([0, rows - 1, 5, -1, 5, -rows, rows // 2, rows - 1] * 20)
+    table, weight = torch.randn(rows, 8).bfloat16(), torch.randn(len(chosen), 8)
+    options = {"deterministic": True}
+    run = torch.compile(lambda x, i: x[i], backend="gradfuse", fullgraph=True, options=options)
+    with triton_on_cpu(), without_caches(), collect() as report:
+        _, got = gradients(run, table, chosen, weight)
+    assert {d.path for d in report.decisions if d.pass_name == "scatters"} == {"segments"}
+    exact = torch.zeros(rows, 8, dtype=torch.float64).index_add_(0, chosen % rows, weight.bfloat16().double())
+    assert relative_error(got, exact) <= 1.05 * relative_error(exact.bfloat16(), exact)
 
 
 def elements_onto_x(x, chosen):

@@ -32,7 +32,7 @@ def segment_kernels(width=2048):
     from inductor_ext.gathers.row_sums import segment_sum
 
     keys, order = torch.randint(0, 50, (200,)).sort(stable=True)
-    run = torch.compile(lambda v: segment_sum(v, order, keys, 50, torch.bfloat16), backend="gradfuse")
+    run = torch.compile(lambda v: segment_sum(v, order, keys, 0, 50, torch.bfloat16), backend="gradfuse")
     torch._dynamo.reset()
     with triton_on_cpu():
         _, (code,) = run_and_get_code(run, torch.randn(200, width).bfloat16())
