@@ -20,7 +20,7 @@ from ..core.target import TMA_ALIGNMENT, Target
 from ..core.templates import load
 from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
-from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous
+from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_contiguous, zeros_beside
 from ..torch_api.lowering import V, empty_strided, lowerings
 from ..torch_api.sizes import known_at_most
 from ..torch_api.template import SymbolicGridFn, Template, autotune
@@ -207,6 +207,9 @@ def _gradients(call: BackwardCall, in_memory: bool) -> tuple[Any, Any, Any]:
     layout = fixed_layout(device, dtype, key_size, dense_strides(key_size, call.key.get_stride()))
     grad_value = empty_strided(value_size, dense_strides(value_size, call.value.get_stride()), dtype=dtype, device=device)
     size = call.query.get_size()
+    if in_memory and [*size] == [*call.grad_out.get_size()]:
+        # The kernel that computes delta reads the gradient.
+        return layout, grad_value, zeros_beside(call.grad_out, torch.float32)
     if in_memory:
         return layout, grad_value, full(size, 0, torch.float32, device)
     return layout, grad_value, empty_strided(size, dense_strides(size, call.query.get_stride()), dtype=dtype, device=device)

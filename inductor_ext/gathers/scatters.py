@@ -382,7 +382,7 @@ def _adds_elements(node: Node) -> bool:
 
 
 def _narrowest(rows: int | None) -> tuple[torch.dtype, int]:
-    """The narrowest dtype that holds -2 .. rows less an offset, and that offset. A radix sort takes one pass for each byte."""
+    """The narrowest dtype that holds -2 .. rows less an offset, and that offset. Each byte is a pass of a radix sort."""
     for dtype in (torch.int8, torch.int16):
         least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         if rows is not None and rows <= greatest:

@@ -23,9 +23,24 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     The layout is fixed immediately. Inductor pads the strides of a flexible layout (from 1024 elements), and a template that
     computes addresses itself would write between the rows.
     """
-    box = lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device)
+    return _contiguous(lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device))
+
+
+def zeros_beside(x: Any, dtype: torch.dtype) -> Any:
+    """Make contiguous zeros of the shape of ``x``, as ``full`` does, in the kernel that reads ``x`` anyway, if there is one.
+
+    Inductor fuses two loops only if they read the same tensor. So the loop of the zeros reads ``x``, and does not use it.
+    """
+    aten = torch.ops.aten
+    zeros = lowerings[aten.full](list(x.get_size()), 0, dtype=dtype, device=x.get_device())
+    return _contiguous(lowerings[aten.where](lowerings[aten.eq](x, x), zeros, zeros))
+
+
+def _contiguous(box: Any) -> Any:
+    """Realize a new tensor with contiguous strides, which are fixed."""
     box.realize()
-    box.data.data.layout = inductor_ir.FixedLayout(device, dtype, list(size), contiguous_strides(size))
+    size = list(box.get_size())
+    box.data.data.layout = inductor_ir.FixedLayout(box.get_device(), box.get_dtype(), size, contiguous_strides(size))
     return box
 
 
