@@ -26,7 +26,7 @@ import transformers as hf
 from inductor_ext.core.table import progress
 
 from .models import MODELS, answer, start
-from .runner import RESULTS, environment
+from .runner import RESULTS, write_rows
 
 TEN = (
     "t5_base_512",
@@ -76,8 +76,8 @@ def main() -> None:
 def _write(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
     at_once = len(json.loads(given.models_run.read_text())["rows"]) if given.models_run else given.at_once
     loads = {"cores": os.cpu_count(), "at_once": at_once, "warm_at_once": given.warm_at_once}
-    here = environment() | {"transformers": hf.__version__} | loads
-    given.out.write_text(json.dumps({"suite": "compile_time", "environment": here, "rows": rows}, indent=1) + "\n")
+    rows = [row | loads for row in rows]
+    write_rows(given.out, "compile_time", "model", rows, {"transformers": hf.__version__})
 
 
 def _of_models(path: Path, jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:

@@ -17,15 +17,15 @@ def launches_table(provenance: str) -> str:
     rows["graph"] = rows.graph_ms.map("{:.3f}".format, na_action="ignore")
     rows["launched"] = rows.kernels.map("{:.0f}".format, na_action="ignore")
     rows["peak"] = rows.step_peak_mb.map("{:.0f}".format, na_action="ignore")
-    wide = by_peer(rows, "case", ["launched", "step", "graph", "peak"])
+    wide = by_peer(rows, "case", ["launched", "step", "graph", "peak", "date"])
     columns = [(what, peer) for what in ("launched", "step", "graph", "peak") for peer in PEERS]
     return (
         f"{provenance} A step is forward and backward, in milliseconds. The time in brackets is that for which the GPU is "
         'busy, and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
     ) + markdown(
         "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | "
-        "gradfuse",
-        wide[columns].reset_index().to_numpy(),
+        "gradfuse | run",
+        wide[[*columns, ("date", "gradfuse")]].reset_index().to_numpy(),
     )
 
 
@@ -36,14 +36,16 @@ def compile_times() -> pd.DataFrame:
 
 def compile_time_table(provenance: str) -> str:
     """First steps of unmodified models, cold and warm."""
-    here, wide = load("compile_time")["environment"], compile_times()
+    result, wide = load("compile_time"), compile_times()
     columns = []
     for when in (wide.cold_s, wide.warm_s):
         columns += [when.stock.map("{:.1f}".format, "ignore"), when.gradfuse.map("{:.1f}".format, "ignore")]
         columns.append((when.gradfuse / when.stock).map("{:.2f}×".format, "ignore"))
+    ours = pd.DataFrame(result["rows"]).query("peer == 'gradfuse'").set_index("model")
+    columns.append(ours.date + ", " + ours[["at_once", "warm_at_once", "cores"]].astype(str).agg(" / ".join, axis=1))
     lines = pd.concat(columns, axis=1).reset_index().to_numpy()
     return (
-        f"{provenance} transformers {here['transformers']}. Seconds of the first step (forward and backward): cold with "
-        f"empty caches, warm in a new process with full ones; {here['at_once']} and {here['warm_at_once']} processes at a "
-        f"time on {here['cores']} cores.\n\n"
-    ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio", lines)
+        f"{provenance} transformers {result['environment']['transformers']}. Seconds of the first step (forward and "
+        "backward): cold with empty caches, warm in a new process with full ones. The last column has the date, the numbers "
+        "of cold and of warm starts at a time, and that of cores.\n\n"
+    ) + markdown("model | cold: stock | gradfuse | ratio | warm: stock | gradfuse | ratio | run", lines)

@@ -21,7 +21,7 @@ import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.table import progress
 
 from . import biases, flex, mlstm, moe, scan
-from .runner import RESULTS, Case, environment, kernels
+from .runner import RESULTS, Case, kernels, write_rows
 
 BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse"}
 
@@ -105,8 +105,7 @@ def main() -> None:
                 rows.append({"case": name, "peer": peer, "refused": reason})
             print(json.dumps(rows[-1]), flush=True)
         if not given.compile_only:
-            result = {"suite": "launches", "environment": environment(), "rows": rows}
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_rows(given.out, "launches", "case", rows, {})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.core.report import collect
 from inductor_ext.core.table import progress
 
-from .runner import RESULTS, _kernel_time, environment, kernels
+from .runner import RESULTS, _kernel_time, kernels, write_rows
 from .zoo import MODELS
 
 BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
@@ -173,19 +173,6 @@ def _rows(chosen: list[tuple[str, str]], question: str, caches: str) -> Iterator
             pool.shutdown(cancel_futures=True)
 
 
-def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write rows, each with its date and device. Rows of other models stay if they were measured with the same versions."""
-    here = environment() | {"transformers": hf.__version__}
-    of_a_row = {name: here.pop(name) for name in ("date", "device")}
-    rows = [row | of_a_row for row in rows]
-    before = json.loads(path.read_text()) if path.exists() else {"environment": None}
-    if before["environment"] == here:
-        measured = {row["model"] for row in rows}
-        rows += [row for row in before["rows"] if row["model"] not in measured]
-    rows.sort(key=lambda row: [*MODELS].index(row["model"]))
-    path.write_text(json.dumps({"suite": "models", "environment": here, "rows": rows}, indent=1) + "\n")
-
-
 def main() -> None:
     """Measure the chosen models and write their rows, anew after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,7 +206,8 @@ def _measure(chosen: list[tuple[str, str]], caches: str, out: Path) -> None:
     rows: list[dict[str, Any]] = []
     for row in _rows(chosen, "time", caches):
         print(json.dumps(row), flush=True)
-        _write(rows := [*rows, row], out)
+        rows.append(row)
+        write_rows(out, "models", "model", rows, {"transformers": hf.__version__})
 
 
 if __name__ == "__main__":

@@ -72,6 +72,19 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / scale) if scale > 1e-9 else float(got.norm())
 
 
+def write_rows(path: Path, suite: str, name: str, rows: list[dict[str, Any]], versions: dict[str, Any]) -> None:
+    """Write rows, each with its date and device, into a file that may have others.
+
+    A row replaces that of the same case and peer; ``name`` is the column of the case. Rows of other versions are dropped.
+    """
+    here = environment() | versions
+    of_a_row = {fact: here.pop(fact) for fact in ("date", "device")}
+    before = json.loads(path.read_text()) if path.exists() else {"environment": None}
+    kept = before["rows"] if before["environment"] == here else []
+    merged = {(row[name], row["peer"]): row for row in [*kept, *(row | of_a_row for row in rows)]}
+    path.write_text(json.dumps({"suite": suite, "environment": here, "rows": [*merged.values()]}, indent=1) + "\n")
+
+
 def measure(case: Case, *, compile_only: bool = False) -> list[dict[str, Any]]:
     """One row a peer: forward and backward medians in ms, error of each gradient, peak memory of a step in MB."""
     rows = []
