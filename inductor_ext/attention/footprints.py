@@ -203,14 +203,15 @@ def _interpret(
         return _evaluated(graph, ranges, assumed)
     nodes = [*graph.nodes]
     key = (contents(graph), ranges.key(), tuple((nodes.index(n), x) for n, x in assumed.items()))
-    if key not in _interpretations:
+    known = _interpretations.get(key)
+    if known is None:
+        values = _evaluated(graph, ranges, assumed)
+        known = [values.get(n) for n in nodes], ranges
         if len(_interpretations) >= _MOST_INTERPRETATIONS:
             _interpretations.clear()
-        values = _evaluated(graph, ranges, assumed)
-        _interpretations[key] = [values.get(n) for n in nodes], ranges
-    kept, with_symbols = _interpretations[key]
-    ranges.take(with_symbols)
-    return {node: value for node, value in zip(nodes, kept, strict=True) if value is not None}
+        _interpretations[key] = known
+    ranges.take(known[1])
+    return {node: value for node, value in zip(nodes, known[0], strict=True) if value is not None}
 
 
 def _evaluated(graph: Graph, ranges: Ranges, assumed: Mapping[Node, sympy.Expr]) -> dict[Node, _Value]:

@@ -6,7 +6,6 @@ The position grids and buckets of a score_mod are such constants: half of its no
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node
@@ -14,8 +13,6 @@ from torch.fx import Graph, Node
 from ..torch_api.graph import enter_inference_mode, is_erased
 from .fx import value_or_none
 from .purity import is_pure
-
-_of_graphs: WeakKeyDictionary[Graph, Constants] = WeakKeyDictionary()
 
 
 class Constants:
@@ -27,13 +24,13 @@ class Constants:
 
     @staticmethod
     def of(graph: Graph) -> Constants:
-        """Return the constants of a graph.
+        """Return the constants of a graph, which keeps them: a node refers to its graph, so a table of ours would, too.
 
         One that is made in inference mode cannot be saved for a backward outside of it, so such a graph shares none.
         """
         if graph.find_nodes(op="call_function", target=enter_inference_mode):
             return Constants()
-        return _of_graphs.setdefault(graph, Constants())
+        return vars(graph).setdefault("_gradfuse_constants", Constants())
 
     def find(self, call: str, user: Node) -> Node | None:
         """Return the constant that a call computes, if there is one before ``user``."""

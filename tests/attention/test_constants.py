@@ -1,6 +1,10 @@
 """What is computed from numbers alone is inserted once into a graph, and nothing else is."""
 
+import copy
+import gc
 import operator
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -15,8 +19,7 @@ from inductor_ext.torch_api.higher_order import flex_attention_hop
 from tests.support.dynamo_graphs import dynamo_graph
 
 
-@pytest.fixture
-def graph():
+def new_graph():
     """A graph ``(x, s)``, with ``first`` before ``second``. s is a number, as a symbolic size is."""
     made = Graph()
     for name, value in (("x", torch.ones(3)), ("s", 3)):
@@ -24,6 +27,11 @@ def graph():
     for name in ("first", "second"):
         made.create_node("call_function", torch.neg, (next(iter(made.nodes)),), name=name)
     return made
+
+
+@pytest.fixture
+def graph():
+    return new_graph()
 
 
 def inserted(graph, *makes):
@@ -103,6 +111,23 @@ def test_graphs_do_not_share():
     one, two = Graph(), Graph()
     nodes = [bucket(Inserter(graph, graph.placeholder("x"))) for graph in (one, two)]
     assert [node.graph for node in nodes] == [one, two]
+
+
+def test_a_graph_is_not_kept_alive():
+    graph = new_graph()
+    inserted(graph, bucket, bucket)
+    last = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert last() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_graph_has_its_own(graph, copied):
+    (one, _), other = inserted(graph, bucket, bucket), copied(graph)
+    same, _ = inserted(other, bucket, bucket)
+    assert one.graph is graph
+    assert same.graph is other
 
 
 def attentions(table, mask, *layers):
