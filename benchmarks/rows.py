@@ -12,6 +12,11 @@ from .runner import RESULTS
 
 #: The bandwidth of the bounds, 4.3 TB/s.
 BYTES_PER_MS = 4.3e9
+#: Sentences that several captions share.
+MEDIANS = "Times are medians of `do_bench` in milliseconds."
+BUSY = f"{MEDIANS[:-1]}; the time in brackets is that for which the GPU is busy."
+ERRORS = "The error is the largest of output and gradients against float64."
+STEP = "Times are those of a training step (forward and backward) in milliseconds."
 
 
 def load(name: str) -> dict[str, Any]:
@@ -42,3 +47,10 @@ def markdown(header: str, lines: Iterable[Iterable[Any]]) -> str:
     """A table of Markdown, whose header is written as in Markdown."""
     texts = (" | ".join("–" if pd.isna(cell) else str(cell) for cell in line) for line in lines)
     return "\n".join([f"| {header} |", "|---" * (1 + header.count(" |")) + "|", *(f"| {text} |" for text in texts)])
+
+
+def provenance(result: dict[str, Any]) -> str:
+    e = result["environment"]
+    when = f" {e['date']}" if "date" in e else ""
+    where = f" on {e['device']}, torch" if "device" in e else " with torch"
+    return f"Measured{when}{where} {e['torch']}, Triton {e['triton']}."
