@@ -22,7 +22,8 @@ def launches_table() -> str:
     columns = [(what, peer) for what in ("launched", "step", "graph", "peak") for peer in PEERS]
     return (
         f"{provenance(result)} A step is forward and backward, in milliseconds. The time in brackets is that for which the "
-        'GPU is busy, and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step allocates.\n\n'
+        'GPU is busy, and the next columns are with CUDA graphs (`mode="reduce-overhead"`). The peak is what a step '
+        "allocates.\n\n"
     ) + markdown(
         "case | kernels: stock | gradfuse | step: stock | gradfuse | CUDA graphs: stock | gradfuse | peak, MB: stock | "
         "gradfuse | run",
