@@ -110,6 +110,8 @@ def _why_stock(attention: Attention, options: Options) -> str | None:
         return "its two products have different dtypes"
     if dtype_of(attention.last) is torch.float64 and device.type != "cpu":
         return "its dtype is float64, for which there is no kernel"
+    if dtype_of(attention.last) is torch.float64 and attention.sink is not None:
+        return "its dtype is float64, and its sink would be weighed by flex_attention's logsumexp, which is in fp32"
     disabled = kernel_dropout.missing(options, device)
     if disabled is not None:
         return f"{disabled!r}, which would compute it, is disabled"

@@ -396,6 +396,20 @@ def test_what_is_computed_on_another_device():
     assert out.shape == (B, H, S, D) and set(devices) == {"meta"}
 
 
+def test_a_sink_in_float64_stays_with_stock():
+    def function(q, k, v, sink):
+        logits = torch.cat([q @ k.mT, sink.view(1, -1, 1, 1).expand(B, -1, S, -1)], dim=-1)
+        return logits.softmax(-1)[..., :-1] @ v
+
+    inputs = [x.detach().double().requires_grad_() for x in (*tensors(), randn(H))]
+    run = torch.compile(function, backend="gradfuse", fullgraph=True)
+    with collect() as report:
+        got = torch.autograd.grad(run(*inputs).square().sum(), inputs)
+    assert [d.path for d in report.decisions if d.pass_name == "attention_pattern"] == ["stock"]
+    for x, y in zip(got, torch.autograd.grad(function(*inputs).square().sum(), inputs), strict=True):
+        assert (x - y).norm() < 1e-12 * y.norm()
+
+
 def test_float64_on_a_gpu_stays_with_stock():
     """Stock has no kernel for it, and neither has gradfuse."""
     reasons = []
