@@ -1,6 +1,7 @@
-"""The Gluon prototypes: errors against float64, 1,000 repeats, and times beside cuDNN and gradfuse.
+"""The prototypes in Gluon and Triton: errors against float64, 1,000 repeats, and times beside cuDNN and gradfuse.
 
-python -m benchmarks.prototypes.measure  # writes results/prototypes.json
+python -m benchmarks.prototypes.measure               # writes results/prototypes.json
+python -m benchmarks.prototypes.measure --part times --out times.json
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from ..runner import RESULTS, environment, gradfuse, relative_error
-from . import gluon_backward, gluon_forward
+from . import gluon_backward, gluon_forward, triton_backward
 
 LENGTHS = 1, 97, 1000, 4096
 #: Forms of the kernels, by the head dim. The first is the default.
@@ -26,6 +27,9 @@ FORWARD = {
     128: [{}, {"late": False}, {"block_n": 64, "stages": 3}],
 }
 BACKWARD = {64: [{}, {"halves": 2}, {"stages": 3}], 128: [{}, {"halves": 2}]}
+#: Tiles of the backward in Triton: queries, keys and warps. With every form of triton_backward.py.
+TILES = {64: [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)], 128: [(64, 128, 8), (32, 128, 8), (32, 64, 4)]}
+FORMS = "plain", "transposed", "late", "early", "no_dq"
 
 
 def operands(length: int, dim: int, dtype: torch.dtype, batch: int = 2, heads: int = 16) -> list[Tensor]:
@@ -55,9 +59,13 @@ def errors() -> Iterator[dict[str, Any]]:
                 once = [x.to(dtype) for x in exact(q, k, v, grad, torch.float32)]
                 out, lse = gluon_forward.forward(q, k, v)
                 got = [out, *gluon_backward.backward(q, k, v, out, lse, grad)]
-                found = [relative_error(g, w) for g, w in zip(got, want, strict=True)]
                 least = [relative_error(g, w) for g, w in zip(once, want, strict=True)]
-                yield {"dim": dim, "dtype": str(dtype)[6:], "length": length, "error": found, "formula": least}
+                row = {"dim": dim, "dtype": str(dtype)[6:], "length": length, "formula": least}
+                yield row | {"error": [relative_error(g, w) for g, w in zip(got, want, strict=True)]}
+                for form in FORMS[:-1]:
+                    got = triton_backward.backward(q, k, v, out, lse, grad, form=form, block_m=32)
+                    found = [relative_error(g, w) for g, w in zip(got, want[1:], strict=True)]
+                    yield row | {"form": form, "error": found}
 
 
 def repeats(times: int = 1000) -> Iterator[dict[str, Any]]:
@@ -85,18 +93,22 @@ def _times(dim: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Iterator[
     def milliseconds(function: Callable[..., Any], *arguments: Any, **options: Any) -> float:
         return do_bench(lambda: function(*arguments, **options), warmup=50, rep=300, return_mode="median")
 
-    def gluon(name: str, function: Callable[..., Any], *arguments: Any, **form: Any) -> dict[str, Any]:
+    def row(peer: str, name: str, function: Callable[..., Any], *arguments: Any, **form: Any) -> dict[str, Any]:
         try:
-            return {"peer": "gluon", "form": form, name: milliseconds(function, *arguments, **form)}
+            return {"peer": peer, "form": form, name: milliseconds(function, *arguments, **form)}
         except Exception as error:
             first = str(error).strip().splitlines()[0][:200]
-            return {"peer": "gluon", "form": form, "refused": f"{type(error).__name__}: {first}"}
+            return {"peer": peer, "form": form, "refused": f"{type(error).__name__}: {first}"}
 
     out, lse = gluon_forward.forward(q, k, v)
     for form in FORWARD[dim]:
-        yield gluon("forward_ms", gluon_forward.forward, q, k, v, **form)
+        yield row("gluon", "forward_ms", gluon_forward.forward, q, k, v, **form)
     for form in BACKWARD[dim]:
-        yield gluon("backward_ms", gluon_backward.backward, q, k, v, out, lse, grad, **form)
+        yield row("gluon", "backward_ms", gluon_backward.backward, q, k, v, out, lse, grad, **form)
+    for m, n, warps in TILES[dim]:
+        for form in FORMS:
+            options = {"form": form, "block_m": m, "block_n": n, "num_warps": warps}
+            yield row("triton", "backward_ms", triton_backward.backward, q, k, v, out, lse, grad, **options)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     for peer, attend in {"cudnn": _cudnn, "gradfuse": gradfuse(flex_attention)}.items():
         result = attend(*leaves)
@@ -115,8 +127,11 @@ def main() -> None:
     functorch_config.donated_buffer = False
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "prototypes.json")
-    out, rows = parser.parse_args().out, []
-    for part in (errors, times, repeats):
+    parts = {part.__name__: part for part in (errors, times, repeats)}
+    parser.add_argument("--part", action="append", choices=parts, help="may be given several times")
+    given, rows = parser.parse_args(), []
+    out = given.out
+    for part in (parts[name] for name in given.part or parts):
         for row in part():
             rows.append({"part": part.__name__, **row})
             print(json.dumps(rows[-1]), flush=True)
