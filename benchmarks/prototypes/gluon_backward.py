@@ -160,7 +160,7 @@ def _backward(
 
 
 @triton.jit
-def _prepare(OUT, DO, DELTA, DQ, count, D: tl.constexpr, BLOCK: tl.constexpr):
+def prepare(OUT, DO, DELTA, DQ, count, D: tl.constexpr, BLOCK: tl.constexpr):
     """delta, the inner product of a row of the output and of its gradient, and zeros for dQ."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = row[:, None] * D + tl.arange(0, D)[None, :]
@@ -195,7 +195,7 @@ def backward(
     delta, dq_sums = torch.empty_like(lse), torch.empty_like(query, dtype=torch.float32)
     dq, dk, dv = (torch.empty_like(query) for _ in range(3))
     count = batch * heads * rows
-    _prepare[(-(-count // 64),)](out, grad, delta, dq_sums, count, D=dim, BLOCK=64)
+    prepare[(-(-count // 64),)](out, grad, delta, dq_sums, count, D=dim, BLOCK=64)
     scale = 1 / math.sqrt(dim)
     arguments = query, key, value, grad, dq_sums, dk, dv, lse, delta, rows, scale * math.log2(math.e)
     sizes = dict(BLOCK_M=block_m, D=dim, STAGES=stages, HALVES=halves)

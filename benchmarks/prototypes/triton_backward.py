@@ -27,16 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@triton.jit
-def _prepare(OUT, DO, DELTA, DQ, count, D: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tile = row[:, None] * D + tl.arange(0, D)[None, :]
-    inside = row[:, None] < count
-    out = tl.load(OUT + tile, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(DO + tile, mask=inside, other=0.0).to(tl.float32)
-    tl.store(DELTA + row, tl.sum(out * grad, 1), mask=row < count)
-    tl.store(DQ + tile, tl.zeros([BLOCK, D], tl.float32), mask=inside)
+from .gluon_backward import prepare
 
 
 @triton.jit
@@ -119,7 +110,7 @@ def backward(
     delta, dq = torch.empty_like(lse), torch.empty_like(query, dtype=torch.float32)
     dk, dv = torch.empty_like(key), torch.empty_like(value)
     scale, count = 1 / math.sqrt(dim), batch * heads * rows
-    _prepare[(triton.cdiv(count, 64),)](out, grad, delta, dq, count, D=dim, BLOCK=64)
+    prepare[(triton.cdiv(count, 64),)](out, grad, delta, dq, count, D=dim, BLOCK=64)
     _backward[(triton.cdiv(rows, block_n), batch * heads)](
         *(query, key, value, grad, dq, dk, dv, lse, delta, rows, scale * math.log2(math.e), scale),
         **{"BLOCK_M": block_m, "BLOCK_N": block_n, "D": dim, "FORM": form, "num_warps": num_warps, "num_stages": num_stages},

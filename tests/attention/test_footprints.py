@@ -216,3 +216,13 @@ def test_equal_score_mods_are_read_once(monkeypatch):
     assert len(evaluated) == 2
     assert of_result(torch.int64, short) == "pair"
     assert len(evaluated) == 3
+
+
+def test_what_is_known_has_the_ranges_of_its_symbols():
+    """The second analysis of equal graphs knows the same numbers to be in the same ranges as the first."""
+    module, _, tables = analysed("t[q // 2] + t[k % 3]")
+    Evaluate(module).run(torch.zeros(()), *(torch.zeros((), dtype=torch.int32) for _ in "bhqk"), *tables)
+    ranges = [analysis.Ranges((1, 1, 16, 16)) for _ in range(3)]
+    for known in ranges[1:]:
+        analysis._interpret(module.graph, known)
+    assert ranges[0].key() != ranges[1].key() == ranges[2].key()
