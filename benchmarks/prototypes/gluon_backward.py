@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import allow_descriptors, result_layout, tma_add, tma_load
+from .hopper import allow_descriptors, result_layout, tma_add, tma_load, tma_store
 
 
 @gluon.jit
@@ -47,79 +47,155 @@ def _produce(
 
 
 @gluon.jit
+def _dq(
+    c: gl.constexpr, ds_tiles, k_tiles, buffer, BLOCK_M: gl.constexpr, D: gl.constexpr, SHARED: gl.constexpr
+):  # fmt: skip
+    """Issue this consumer's part of dQ: of its own keys, or a half of the rows (or columns) of all 128 keys."""
+    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
+    ROWS: gl.constexpr = 64 if BY_ROWS else BLOCK_M
+    COLUMNS: gl.constexpr = D // 2 if SHARED and not BY_ROWS else D
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=result_layout(COLUMNS))
+    if SHARED:
+        for half in gl.static_range(2):
+            ds = ds_tiles.index(buffer * 2 + half)
+            k = k_tiles.index(half)
+            if BY_ROWS:
+                ds = ds.slice(c * 64, 64, dim=1)
+            else:
+                k = k.slice(c * COLUMNS, COLUMNS, dim=1)
+            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+    else:
+        dq = warpgroup_mma(ds_tiles.index(c).permute((1, 0)), k_tiles.index(c), dq, use_acc=False, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add(
+    c: gl.constexpr, dq_desc, dq, dq_tile, row, BLOCK_M: gl.constexpr, D: gl.constexpr, SHARED: gl.constexpr, ADD: gl.constexpr
+):  # fmt: skip
+    """Add this consumer's part of dQ to memory by TMA."""
+    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
+    tma.store_wait(0)
+    dq_tile.store(dq)
+    fence_async_shared()
+    if ADD:
+        if BY_ROWS:
+            tma_add(dq_desc, [row + c * 64, 0], dq_tile)
+        elif SHARED:
+            tma_add(dq_desc, [row, c * (D // 2)], dq_tile)
+        else:
+            tma_add(dq_desc, [row, 0], dq_tile)
+
+
+@gluon.jit
+def _write(grad, desc, tile, first):
+    """Write the gradient of 64 keys by TMA, through shared memory that only this consumer uses."""
+    tma.store_wait(0)
+    tile.store(grad.to(tile.dtype))
+    fence_async_shared()
+    tma_store(desc, [first, 0], tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _consume(
-    c: gl.constexpr, dq_desc, DK, DV, LSE, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full,
-    empty, first_key, tiles, rows, scale,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    c: gl.constexpr, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full,
+    empty, ds_full, first_key, tiles, rows, scale,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, LATE: gl.constexpr, FOLD: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     of_scores: gl.constexpr = result_layout(BLOCK_M)
     of_grads: gl.constexpr = result_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, of_grads, 2)
-    dtype: gl.constexpr = DK.dtype.element_ty
+    dtype: gl.constexpr = k_tiles.dtype
+    PARTS: gl.constexpr = 2 if SHARED else 1
     k_tile = k_tiles.index(c)
     v_tile = v_tiles.index(c)
-    ds_tile = ds_tiles.index(c)
     dq_tile = dq_tiles.index(c)
     nothing = gl.zeros([64, BLOCK_M], gl.float32, layout=of_scores)
     dk = gl.zeros([64, D], gl.float32, layout=of_grads)
     dv = gl.zeros([64, D], gl.float32, layout=of_grads)
+    if LATE:
+        ds_tiles.index(2 + c if SHARED else c).store(nothing.to(dtype))
+        fence_async_shared()
+        if SHARED:
+            mbarrier.arrive(ds_full.index(1), count=1)
     mbarrier.wait(kv_full, 0)
     for i in range(tiles):
         place = i % STAGES
         phase = (i // STAGES) & 1
+        buffer = i % 2
         q_tile = q_tiles.index(place)
         do_tile = do_tiles.index(place)
         row = i * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, of_scores))
+        start = gl.load(START + row)
+        before_scores = nothing + start[None, :] if FOLD > 0 else nothing
+        if FOLD == 0:
+            delta = gl.load(DELTA + row)
         mbarrier.wait(q_full.index(place), phase)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        lse = gl.load(LSE + row, mask=row < rows, other=float("inf"))
-        delta = gl.load(DELTA + row, mask=row < rows, other=0.0)
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), before_scores, use_acc=FOLD > 0, is_async=True)
+        if FOLD == 2:
+            delta = gl.load(DELTA + row)
         mbarrier.wait(do_full.index(place), phase)
         dprobs = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-        probs = gl.exp2(scores * scale - lse[None, :])
+        if LATE:
+            if SHARED:
+                mbarrier.wait(ds_full.index(1 - buffer), (i // 2) & 1)
+            dq = _dq(c, ds_tiles, k_tiles, 1 - buffer, BLOCK_M, D, SHARED)
+            scores = warpgroup_mma_wait(1 + PARTS, deps=(scores,))
+        else:
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+        probs = gl.exp2(scores * scale) if FOLD > 0 else gl.exp2((scores + start[None, :]) * scale)
+        if FOLD == 1 or FOLD == 3:
+            delta = gl.load(DELTA + row)
         dv = warpgroup_mma(gl.convert_layout(probs.to(dtype), operand), do_tile, dv, is_async=True)
-        dprobs = warpgroup_mma_wait(1, deps=(dprobs,))
+        if LATE:
+            dprobs, dq = warpgroup_mma_wait(1, deps=(dprobs, dq))
+        else:
+            dprobs = warpgroup_mma_wait(1, deps=(dprobs,))
         dscores = (probs * (dprobs - delta[None, :])).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(dscores, operand), q_tile, dk, is_async=True)
+        if LATE:
+            _add(c, dq_desc, dq, dq_tile, gl.maximum(i - 1, 0) * BLOCK_M, BLOCK_M, D, SHARED, ADD)
+        ds_tiles.index(buffer * 2 + c if SHARED else c).store(dscores)
+        fence_async_shared()
+        if SHARED:
+            mbarrier.arrive(ds_full.index(buffer), count=1)
         dv = warpgroup_mma_wait(1, deps=(dv,))
-        ds_tile.store(dscores)
-        fence_async_shared()
-        WIDTH: gl.constexpr = D // HALVES
-        for half in gl.static_range(HALVES):
-            dq = warpgroup_mma(
-                ds_tile.permute((1, 0)),
-                k_tile.slice(half * WIDTH, WIDTH, dim=1),
-                gl.zeros([BLOCK_M, WIDTH], gl.float32, layout=result_layout(WIDTH)),
-                use_acc=False,
-                is_async=True,
-            )
-            if half == 0:
-                dk = warpgroup_mma_wait(1, deps=(dk,))
-                mbarrier.arrive(empty.index(place), count=1)
+        if LATE:
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            mbarrier.arrive(empty.index(place), count=1)
+        else:
+            if SHARED:
+                mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
+            dq = _dq(c, ds_tiles, k_tiles, buffer, BLOCK_M, D, SHARED)
+            dk = warpgroup_mma_wait(PARTS, deps=(dk,))
+            mbarrier.arrive(empty.index(place), count=1)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            if half == 0:
-                tma.store_wait(0)
-            dq_tile.slice(half * WIDTH, WIDTH, dim=1).store(dq)
-        fence_async_shared()
-        tma_add(dq_desc, [i * BLOCK_M, 0], dq_tile)
-    tma.store_wait(0)
-    key = first_key + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, of_grads))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, of_grads))
-    place = key[:, None] * D + column[None, :]
-    inside = (key < rows)[:, None]
-    gl.store(DK + place, (dk * scale * 0.6931471805599453).to(dtype), mask=inside)
-    gl.store(DV + place, dv.to(dtype), mask=inside)
+            _add(c, dq_desc, dq, dq_tile, i * BLOCK_M, BLOCK_M, D, SHARED, ADD)
+    if LATE:
+        last = tiles - 1
+        if SHARED:
+            mbarrier.wait(ds_full.index(last % 2), (tiles // 2) & 1)
+        dq = warpgroup_mma_wait(0, deps=(_dq(c, ds_tiles, k_tiles, last % 2, BLOCK_M, D, SHARED),))
+        _add(c, dq_desc, dq, dq_tile, last * BLOCK_M, BLOCK_M, D, SHARED, ADD)
+    _write(dv, dv_desc, v_tile, first_key + c * 64)
+    _write(dk * scale * 0.6931471805599453, dk_desc, v_tile, first_key + c * 64)
 
 
 @gluon.jit
 def _backward(
-    Q, K, V, DO, DQ, DK, DV, LSE, DELTA, rows, scale,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    Q, K, V, DO, DQ, DK, DV, START, DELTA, rows, scale,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, LATE: gl.constexpr, FOLD: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dq_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     dtype: gl.constexpr = Q.dtype.element_ty
+    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
+    DQ_ROWS: gl.constexpr = 64 if BY_ROWS else BLOCK_M
+    DQ_COLUMNS: gl.constexpr = D // 2 if SHARED and not BY_ROWS else D
+    DS_TILES: gl.constexpr = 4 if SHARED else 2
     head = gl.program_id(1).to(gl.int64)
     first_key = gl.program_id(0) * 128
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
@@ -128,33 +204,36 @@ def _backward(
     do_desc = tma.make_tensor_descriptor(DO + before, [rows, D], [D, 1], [BLOCK_M, D], tile_layout)
     k_desc = tma.make_tensor_descriptor(K + before, [rows, D], [D, 1], [64, D], tile_layout)
     v_desc = tma.make_tensor_descriptor(V + before, [rows, D], [D, 1], [64, D], tile_layout)
-    dq_desc = tma.make_tensor_descriptor(DQ + before, [rows, D], [D, 1], [BLOCK_M, D], dq_layout)
-    DK += before
-    DV += before
-    LSE += head * rows
-    DELTA += head * rows
+    dq_desc = tma.make_tensor_descriptor(DQ + before, [rows, D], [D, 1], [DQ_ROWS, DQ_COLUMNS], dq_layout)
+    dk_desc = tma.make_tensor_descriptor(DK + before, [rows, D], [D, 1], [64, D], tile_layout)
+    dv_desc = tma.make_tensor_descriptor(DV + before, [rows, D], [D, 1], [64, D], tile_layout)
+    START += head * tiles * BLOCK_M
+    DELTA += head * tiles * BLOCK_M
     k_tiles = gl.allocate_shared_memory(dtype, [2, 64, D], tile_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 64, D], tile_layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], tile_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], tile_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [2, 64, BLOCK_M], tile_layout)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D], dq_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_M], tile_layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, DQ_ROWS, DQ_COLUMNS], dq_layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(do_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(ds_full.index(s), count=2)
     mbarrier.expect(kv_full, 4 * 64 * D * 2)
     for c in gl.static_range(2):
         tma_load(k_desc, [first_key + c * 64, 0], kv_full, k_tiles.index(c))
         tma_load(v_desc, [first_key + c * 64, 0], kv_full, v_tiles.index(c))
     gl.warp_specialize([
-        (_consume, (0, dq_desc, DK, DV, LSE, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, HALVES)),
-        (_consume, (1, dq_desc, DK, DV, LSE, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, HALVES)),
+        (_consume, (0, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, SHARED, LATE, FOLD, ADD)),
+        (_consume, (1, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, SHARED, LATE, FOLD, ADD)),
         (_produce, (q_desc, do_desc, q_tiles, do_tiles, q_full, do_full, empty, tiles, BLOCK_M, D, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -167,6 +246,21 @@ def prepare(OUT, DO, DELTA, DQ, count, D: tl.constexpr, BLOCK: tl.constexpr):
     inside = (row < count)[:, None]
     out, grad = tl.load(OUT + place, mask=inside, other=0.0), tl.load(DO + place, mask=inside, other=0.0)
     tl.store(DELTA + row, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1), mask=row < count)
+    tl.store(DQ + place, tl.zeros([BLOCK, D], tl.float32), mask=inside)
+
+
+@triton.jit
+def _prepare_padded(OUT, DO, LSE, START, DELTA, DQ, rows, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    """As prepare, for whole tiles of each head, and what the scores begin with: -logsumexp / scale, -inf behind the last row."""
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    place = (head * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
+    inside = (row < rows)[:, None]
+    out, grad = tl.load(OUT + place, mask=inside, other=0.0), tl.load(DO + place, mask=inside, other=0.0)
+    lse = tl.load(LSE + head * rows + row, mask=row < rows, other=float("inf"))
+    padded = head * tl.num_programs(0) * BLOCK + row
+    tl.store(START + padded, -lse / scale)
+    tl.store(DELTA + padded, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1))
     tl.store(DQ + place, tl.zeros([BLOCK, D], tl.float32), mask=inside)
 
 
@@ -187,18 +281,23 @@ def backward(
     *,
     block_m: int = 64,
     stages: int = 2,
-    halves: int = 1,
+    shared: bool = True,
+    late: bool = False,
+    fold: int = 2,
+    add: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``gluon_forward.forward``. grad is that of the output, contiguous as all other tensors."""
     allow_descriptors()
     batch, heads, rows, dim = query.shape
-    delta, dq_sums = torch.empty_like(lse), torch.empty_like(query, dtype=torch.float32)
+    tiles = -(-rows // block_m)
+    start, delta = (torch.empty(batch * heads, tiles * block_m, device=query.device) for _ in range(2))
+    dq_sums = torch.empty_like(query, dtype=torch.float32)
     dq, dk, dv = (torch.empty_like(query) for _ in range(3))
-    count = batch * heads * rows
-    prepare[(-(-count // 64),)](out, grad, delta, dq_sums, count, D=dim, BLOCK=64)
-    scale = 1 / math.sqrt(dim)
-    arguments = query, key, value, grad, dq_sums, dk, dv, lse, delta, rows, scale * math.log2(math.e)
-    sizes = dict(BLOCK_M=block_m, D=dim, STAGES=stages, HALVES=halves)
-    _backward[(-(-rows // 128), batch * heads)](*arguments, **sizes, num_warps=4)
-    _round[(-(-count * dim // 2048),)](dq_sums, dq, scale, count * dim, BLOCK=2048)
+    scale, count = 1 / math.sqrt(dim), query.numel()
+    in_base_2 = scale * math.log2(math.e)
+    _prepare_padded[(tiles, batch * heads)](out, grad, lse, start, delta, dq_sums, rows, in_base_2, D=dim, BLOCK=block_m)
+    arguments = query, key, value, grad, dq_sums, dk, dv, start, delta, rows, in_base_2
+    form = dict(SHARED=shared, LATE=late, FOLD=fold, ADD=add)
+    _backward[(-(-rows // 128), batch * heads)](*arguments, BLOCK_M=block_m, D=dim, STAGES=stages, **form, num_warps=4)
+    _round[(-(-count // 2048),)](dq_sums, dq, scale, count, BLOCK=2048)
     return dq, dk, dv

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from inductor_ext.core.gluon_names import result_layout, tma_load
 
-__all__ = ["allow_descriptors", "result_layout", "tma_add", "tma_load"]
+__all__ = ["allow_descriptors", "result_layout", "tma_add", "tma_load", "tma_store"]
 
 #: Triton 3.9 made a function of the addition, which is only an operation of the IR before.
 if hasattr(tma, "async_atomic_add"):
@@ -24,6 +24,10 @@ else:
         """Add a tile in shared memory to the memory of a descriptor."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+#: Triton 3.9 renamed the store.
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def allow_descriptors() -> None:

@@ -26,7 +26,10 @@ FORWARD = {
     64: [{}, {"late": False}, {"stages": 3}, {"consumers": 3, "stages": 3}],
     128: [{}, {"late": False}, {"block_n": 64, "stages": 3}],
 }
-BACKWARD = {64: [{}, {"halves": 2}, {"stages": 3}], 128: [{}, {"halves": 2}]}
+BACKWARD = {
+    64: [{}, {"shared": False}, {"late": True}, {"late": True, "stages": 3}, {"block_m": 128}, {"add": False}],
+    128: [{}, {"shared": False}, {"fold": 0}, {"fold": 1}, {"add": False}],
+}
 #: Tiles of the backward in Triton: queries, keys and warps. With every form of triton_backward.py.
 TILES = {64: [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)], 128: [(64, 128, 8), (32, 128, 8), (32, 64, 4)]}
 FORMS = "plain", "transposed", "late", "early", "no_dq"
