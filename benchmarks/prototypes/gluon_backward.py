@@ -6,10 +6,17 @@
             issue scoresᵀ = K Qᵀ and dprobsᵀ = V dOᵀ
             probsᵀ = exp2(scoresᵀ - logsumexp); issue dV += probsᵀ dO
             dscoresᵀ = probsᵀ ∘ (dprobsᵀ - delta); issue dK += dscoresᵀ Q; store dscoresᵀ to shared memory
-            dQ of these keys = dscores K, added in fp32 by TMA (in HALVES of the head dim, for fewer registers)
+            dQ is added in fp32 by TMA
 
 The scores are transposed, so that probsᵀ and dscoresᵀ are already the left operands of dV and dK in registers. The structure is
-that of FlashAttention-3's backward; each consumer adds a dQ of its own, so that they do not wait for each other.
+that of FlashAttention-3's backward. Its forms:
+
+    SHARED   the consumers wait for each other's dscores, and each makes a half of the dQ of all 128 keys (half of the columns, or
+             half of the rows of tiles of 128 queries). Otherwise each adds a dQ of its own keys
+    LATE     dQ of a tile is made in the next iteration, beside the next scores
+    FOLD     1 and 2: the scores' matmul begins with -logsumexp / scale. 1: delta is read after the exponentials, and 2: after the
+             scores are issued
+    ADD      false: nothing is added to dQ, which shows what that costs
 """
 
 from __future__ import annotations

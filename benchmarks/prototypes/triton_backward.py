@@ -15,7 +15,8 @@
     no_dq        not a form, but shows what dQ costs
 
 The numbers of waits are those of the PTX (Triton 3.7, sm_90). But ptxas serialises the matmuls of "late" and "early" (C7515, C7514),
-because other instructions write or read registers of a result while a matmul is in flight. Nothing here has run on a GPU yet.
+because other instructions write or read registers of a result while a matmul is in flight.
+On an H200 they lose, and "transposed" gains (docs/notes/attention.md).
 """
 
 from __future__ import annotations
