@@ -3,20 +3,16 @@
     program (keys, head): owns 128 keys
         producer (one warp): for each tile of queries: load Q and dO by TMA, as soon as their buffers are free
         two consumers (a warpgroup each, 64 keys): for each tile of queries:
-            issue scoresᵀ = K Qᵀ and dprobsᵀ = V dOᵀ
-            probsᵀ = exp2(scoresᵀ - logsumexp); issue dV += probsᵀ dO
+            issue scoresᵀ = K Qᵀ, which begins with -logsumexp, and dprobsᵀ = V dOᵀ
+            probsᵀ = exp2(scoresᵀ); issue dV += probsᵀ dO
             dscoresᵀ = probsᵀ ∘ (dprobsᵀ - delta); issue dK += dscoresᵀ Q; store dscoresᵀ to shared memory
-            dQ is added in fp32 by TMA
+            wait for the other consumer's dscoresᵀ; half of dQ = dscores K, added in fp32 by TMA
 
 The scores are transposed, so that probsᵀ and dscoresᵀ are already the left operands of dV and dK in registers. The structure is
-that of FlashAttention-3's backward. Its forms:
+that of FlashAttention-3's backward. A consumer's half of dQ is half of its columns, or half of its rows if a tile has 128 queries.
 
-    SHARED   the consumers wait for each other's dscores, and each makes a half of the dQ of all 128 keys (half of the columns, or
-             half of the rows of tiles of 128 queries). Otherwise each adds a dQ of its own keys
-    LATE     dQ of a tile is made in the next iteration, beside the next scores
-    FOLD     1 and 2: the scores' matmul begins with -logsumexp / scale. 1: delta is read after the exponentials, and 2: after the
-             scores are issued
-    ADD      false: nothing is added to dQ, which shows what that costs
+    LATE   dQ of a tile is made in the next iteration, beside the next scores
+    ADD    false is not a form: nothing is added to dQ, which shows what that costs
 """
 
 from __future__ import annotations
@@ -54,44 +50,33 @@ def _produce(
 
 
 @gluon.jit
-def _dq(
-    c: gl.constexpr, ds_tiles, k_tiles, buffer, BLOCK_M: gl.constexpr, D: gl.constexpr, SHARED: gl.constexpr
-):  # fmt: skip
-    """Issue this consumer's part of dQ: of its own keys, or a half of the rows (or columns) of all 128 keys."""
-    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
-    ROWS: gl.constexpr = 64 if BY_ROWS else BLOCK_M
-    COLUMNS: gl.constexpr = D // 2 if SHARED and not BY_ROWS else D
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=result_layout(COLUMNS))
-    if SHARED:
-        for half in gl.static_range(2):
-            ds = ds_tiles.index(buffer * 2 + half)
-            k = k_tiles.index(half)
-            if BY_ROWS:
-                ds = ds.slice(c * 64, 64, dim=1)
-            else:
-                k = k.slice(c * COLUMNS, COLUMNS, dim=1)
-            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
-    else:
-        dq = warpgroup_mma(ds_tiles.index(c).permute((1, 0)), k_tiles.index(c), dq, use_acc=False, is_async=True)
+def _dq(c: gl.constexpr, ds_tiles, k_tiles, buffer, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Issue the matmuls of this consumer's half of dQ, one for the keys of each consumer."""
+    BY_ROWS: gl.constexpr = BLOCK_M == 128
+    COLUMNS: gl.constexpr = D if BY_ROWS else D // 2
+    dq = gl.zeros([64, COLUMNS], gl.float32, layout=result_layout(COLUMNS))
+    for half in gl.static_range(2):
+        ds = ds_tiles.index(buffer * 2 + half)
+        k = k_tiles.index(half)
+        if BY_ROWS:
+            ds = ds.slice(c * 64, 64, dim=1)
+        else:
+            k = k.slice(c * COLUMNS, COLUMNS, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _add(
-    c: gl.constexpr, dq_desc, dq, dq_tile, row, BLOCK_M: gl.constexpr, D: gl.constexpr, SHARED: gl.constexpr, ADD: gl.constexpr
-):  # fmt: skip
-    """Add this consumer's part of dQ to memory by TMA."""
-    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
+def _add(c: gl.constexpr, dq_desc, dq, dq_tile, row, BLOCK_M: gl.constexpr, D: gl.constexpr, ADD: gl.constexpr):
+    """Add this consumer's half of dQ to memory by TMA."""
     tma.store_wait(0)
     dq_tile.store(dq)
     fence_async_shared()
     if ADD:
-        if BY_ROWS:
+        if BLOCK_M == 128:
             tma_add(dq_desc, [row + c * 64, 0], dq_tile)
-        elif SHARED:
-            tma_add(dq_desc, [row, c * (D // 2)], dq_tile)
         else:
-            tma_add(dq_desc, [row, 0], dq_tile)
+            tma_add(dq_desc, [row, c * (D // 2)], dq_tile)
 
 
 @gluon.jit
@@ -106,16 +91,14 @@ def _write(grad, desc, tile, first):
 
 @gluon.jit
 def _consume(
-    c: gl.constexpr, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full,
-    empty, ds_full, first_key, tiles, rows, scale,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, LATE: gl.constexpr, FOLD: gl.constexpr,
-    ADD: gl.constexpr,
+    c: gl.constexpr, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full,
+    q_full, do_full, empty, ds_full, first_key, tiles, rows, scale,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     of_scores: gl.constexpr = result_layout(BLOCK_M)
     of_grads: gl.constexpr = result_layout(D)
     operand: gl.constexpr = gl.DotOperandLayout(0, of_grads, 2)
     dtype: gl.constexpr = k_tiles.dtype
-    PARTS: gl.constexpr = 2 if SHARED else 1
     k_tile = k_tiles.index(c)
     v_tile = v_tiles.index(c)
     dq_tile = dq_tiles.index(c)
@@ -123,10 +106,10 @@ def _consume(
     dk = gl.zeros([64, D], gl.float32, layout=of_grads)
     dv = gl.zeros([64, D], gl.float32, layout=of_grads)
     if LATE:
-        ds_tiles.index(2 + c if SHARED else c).store(nothing.to(dtype))
+        # The first iteration adds these zeros to the first tile of dQ.
+        ds_tiles.index(2 + c).store(nothing.to(dtype))
         fence_async_shared()
-        if SHARED:
-            mbarrier.arrive(ds_full.index(1), count=1)
+        mbarrier.arrive(ds_full.index(1), count=1)
     mbarrier.wait(kv_full, 0)
     for i in range(tiles):
         place = i % STAGES
@@ -135,25 +118,22 @@ def _consume(
         q_tile = q_tiles.index(place)
         do_tile = do_tiles.index(place)
         row = i * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, of_scores))
-        start = gl.load(START + row)
-        before_scores = nothing + start[None, :] if FOLD > 0 else nothing
-        if FOLD == 0:
-            delta = gl.load(DELTA + row)
+        start = nothing + gl.load(START + row)[None, :]
         mbarrier.wait(q_full.index(place), phase)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), before_scores, use_acc=FOLD > 0, is_async=True)
-        if FOLD == 2:
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), start, is_async=True)
+        if BLOCK_M < 128:
             delta = gl.load(DELTA + row)
         mbarrier.wait(do_full.index(place), phase)
         dprobs = warpgroup_mma(v_tile, do_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
         if LATE:
-            if SHARED:
-                mbarrier.wait(ds_full.index(1 - buffer), (i // 2) & 1)
-            dq = _dq(c, ds_tiles, k_tiles, 1 - buffer, BLOCK_M, D, SHARED)
-            scores = warpgroup_mma_wait(1 + PARTS, deps=(scores,))
+            mbarrier.wait(ds_full.index(1 - buffer), (i // 2) & 1)
+            dq = _dq(c, ds_tiles, k_tiles, 1 - buffer, BLOCK_M, D)
+            scores = warpgroup_mma_wait(3, deps=(scores,))
         else:
             scores = warpgroup_mma_wait(1, deps=(scores,))
-        probs = gl.exp2(scores * scale) if FOLD > 0 else gl.exp2((scores + start[None, :]) * scale)
-        if FOLD == 1 or FOLD == 3:
+        probs = gl.exp2(scores * scale)
+        if BLOCK_M == 128:
+            # Earlier it would need registers that such a tile does not have.
             delta = gl.load(DELTA + row)
         dv = warpgroup_mma(gl.convert_layout(probs.to(dtype), operand), do_tile, dv, is_async=True)
         if LATE:
@@ -163,29 +143,26 @@ def _consume(
         dscores = (probs * (dprobs - delta[None, :])).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(dscores, operand), q_tile, dk, is_async=True)
         if LATE:
-            _add(c, dq_desc, dq, dq_tile, gl.maximum(i - 1, 0) * BLOCK_M, BLOCK_M, D, SHARED, ADD)
-        ds_tiles.index(buffer * 2 + c if SHARED else c).store(dscores)
+            _add(c, dq_desc, dq, dq_tile, gl.maximum(i - 1, 0) * BLOCK_M, BLOCK_M, D, ADD)
+        ds_tiles.index(buffer * 2 + c).store(dscores)
         fence_async_shared()
-        if SHARED:
-            mbarrier.arrive(ds_full.index(buffer), count=1)
+        mbarrier.arrive(ds_full.index(buffer), count=1)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         if LATE:
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(empty.index(place), count=1)
         else:
-            if SHARED:
-                mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
-            dq = _dq(c, ds_tiles, k_tiles, buffer, BLOCK_M, D, SHARED)
-            dk = warpgroup_mma_wait(PARTS, deps=(dk,))
+            mbarrier.wait(ds_full.index(buffer), (i // 2) & 1)
+            dq = _dq(c, ds_tiles, k_tiles, buffer, BLOCK_M, D)
+            dk = warpgroup_mma_wait(2, deps=(dk,))
             mbarrier.arrive(empty.index(place), count=1)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            _add(c, dq_desc, dq, dq_tile, i * BLOCK_M, BLOCK_M, D, SHARED, ADD)
+            _add(c, dq_desc, dq, dq_tile, i * BLOCK_M, BLOCK_M, D, ADD)
     if LATE:
         last = tiles - 1
-        if SHARED:
-            mbarrier.wait(ds_full.index(last % 2), (tiles // 2) & 1)
-        dq = warpgroup_mma_wait(0, deps=(_dq(c, ds_tiles, k_tiles, last % 2, BLOCK_M, D, SHARED),))
-        _add(c, dq_desc, dq, dq_tile, last * BLOCK_M, BLOCK_M, D, SHARED, ADD)
+        mbarrier.wait(ds_full.index(last % 2), (tiles // 2) & 1)
+        dq = warpgroup_mma_wait(0, deps=(_dq(c, ds_tiles, k_tiles, last % 2, BLOCK_M, D),))
+        _add(c, dq_desc, dq, dq_tile, last * BLOCK_M, BLOCK_M, D, ADD)
     _write(dv, dv_desc, v_tile, first_key + c * 64)
     _write(dk * scale * 0.6931471805599453, dk_desc, v_tile, first_key + c * 64)
 
@@ -193,16 +170,12 @@ def _consume(
 @gluon.jit
 def _backward(
     Q, K, V, DO, DQ, DK, DV, START, DELTA, rows, scale,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, LATE: gl.constexpr, FOLD: gl.constexpr,
-    ADD: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dq_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     dtype: gl.constexpr = Q.dtype.element_ty
-    BY_ROWS: gl.constexpr = SHARED and BLOCK_M == 128
-    DQ_ROWS: gl.constexpr = 64 if BY_ROWS else BLOCK_M
-    DQ_COLUMNS: gl.constexpr = D // 2 if SHARED and not BY_ROWS else D
-    DS_TILES: gl.constexpr = 4 if SHARED else 2
+    DQ_COLUMNS: gl.constexpr = D if BLOCK_M == 128 else D // 2
     head = gl.program_id(1).to(gl.int64)
     first_key = gl.program_id(0) * 128
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
@@ -211,7 +184,7 @@ def _backward(
     do_desc = tma.make_tensor_descriptor(DO + before, [rows, D], [D, 1], [BLOCK_M, D], tile_layout)
     k_desc = tma.make_tensor_descriptor(K + before, [rows, D], [D, 1], [64, D], tile_layout)
     v_desc = tma.make_tensor_descriptor(V + before, [rows, D], [D, 1], [64, D], tile_layout)
-    dq_desc = tma.make_tensor_descriptor(DQ + before, [rows, D], [D, 1], [DQ_ROWS, DQ_COLUMNS], dq_layout)
+    dq_desc = tma.make_tensor_descriptor(DQ + before, [rows, D], [D, 1], [64, DQ_COLUMNS], dq_layout)
     dk_desc = tma.make_tensor_descriptor(DK + before, [rows, D], [D, 1], [64, D], tile_layout)
     dv_desc = tma.make_tensor_descriptor(DV + before, [rows, D], [D, 1], [64, D], tile_layout)
     START += head * tiles * BLOCK_M
@@ -220,8 +193,8 @@ def _backward(
     v_tiles = gl.allocate_shared_memory(dtype, [2, 64, D], tile_layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], tile_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], tile_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [DS_TILES, 64, BLOCK_M], tile_layout)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, DQ_ROWS, DQ_COLUMNS], dq_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], tile_layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, DQ_COLUMNS], dq_layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -239,26 +212,14 @@ def _backward(
         tma_load(k_desc, [first_key + c * 64, 0], kv_full, k_tiles.index(c))
         tma_load(v_desc, [first_key + c * 64, 0], kv_full, v_tiles.index(c))
     gl.warp_specialize([
-        (_consume, (0, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, SHARED, LATE, FOLD, ADD)),
-        (_consume, (1, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, SHARED, LATE, FOLD, ADD)),
+        (_consume, (0, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, LATE, ADD)),
+        (_consume, (1, dq_desc, dk_desc, dv_desc, START, DELTA, k_tiles, v_tiles, q_tiles, do_tiles, ds_tiles, dq_tiles, kv_full, q_full, do_full, empty, ds_full, first_key, tiles, rows, scale, BLOCK_M, D, STAGES, LATE, ADD)),
         (_produce, (q_desc, do_desc, q_tiles, do_tiles, q_full, do_full, empty, tiles, BLOCK_M, D, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @triton.jit
-def prepare(OUT, DO, DELTA, DQ, count, D: tl.constexpr, BLOCK: tl.constexpr):
-    """delta, the inner product of a row of the output and of its gradient, and zeros for dQ."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = row[:, None] * D + tl.arange(0, D)[None, :]
-    inside = (row < count)[:, None]
-    out, grad = tl.load(OUT + place, mask=inside, other=0.0), tl.load(DO + place, mask=inside, other=0.0)
-    tl.store(DELTA + row, tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1), mask=row < count)
-    tl.store(DQ + place, tl.zeros([BLOCK, D], tl.float32), mask=inside)
-
-
-@triton.jit
-def _prepare_padded(OUT, DO, LSE, START, DELTA, DQ, rows, scale, D: tl.constexpr, BLOCK: tl.constexpr):
-    """As prepare, for whole tiles of each head, and what the scores begin with: -logsumexp / scale, -inf behind the last row."""
+def _prepare(OUT, DO, LSE, START, DELTA, DQ, rows, scale, D: tl.constexpr, BLOCK: tl.constexpr):
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tile * BLOCK + tl.arange(0, BLOCK)
     place = (head * rows + row)[:, None] * D + tl.arange(0, D)[None, :]
@@ -278,6 +239,23 @@ def _round(DQ, OUT, scale, count, BLOCK: tl.constexpr):
     tl.store(OUT + place, (dq * scale).to(OUT.dtype.element_ty), mask=place < count)
 
 
+def prepare(
+    query: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a backward reads for each row, [batch * heads, rows in whole tiles of ``block``], and zeros for dQ in fp32.
+
+    The first is what scores begin with, -logsumexp / scale, and -inf behind the last row: Q and dO are zero there, but
+    a logsumexp of another head could make probabilities infinite. The second is delta, the inner product of output and gradient.
+    ``lse`` is in base 2, and ``scale`` has a factor of log2(e).
+    """
+    batch, heads, rows, dim = query.shape
+    tiles = -(-rows // block)
+    start, delta = (torch.empty(batch * heads, tiles * block, device=query.device) for _ in range(2))
+    dq = torch.empty_like(query, dtype=torch.float32)
+    _prepare[(tiles, batch * heads)](out, grad, lse, start, delta, dq, rows, scale, D=dim, BLOCK=block)
+    return start, delta, dq
+
+
 def backward(
     query: Tensor,
     key: Tensor,
@@ -288,23 +266,18 @@ def backward(
     *,
     block_m: int = 64,
     stages: int = 2,
-    shared: bool = True,
     late: bool = False,
-    fold: int = 2,
     add: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``gluon_forward.forward``. grad is that of the output, contiguous as all other tensors."""
     allow_descriptors()
     batch, heads, rows, dim = query.shape
-    tiles = -(-rows // block_m)
-    start, delta = (torch.empty(batch * heads, tiles * block_m, device=query.device) for _ in range(2))
-    dq_sums = torch.empty_like(query, dtype=torch.float32)
-    dq, dk, dv = (torch.empty_like(query) for _ in range(3))
     scale, count = 1 / math.sqrt(dim), query.numel()
     in_base_2 = scale * math.log2(math.e)
-    _prepare_padded[(tiles, batch * heads)](out, grad, lse, start, delta, dq_sums, rows, in_base_2, D=dim, BLOCK=block_m)
+    start, delta, dq_sums = prepare(query, out, lse, grad, in_base_2, block_m)
+    dq, dk, dv = (torch.empty_like(query) for _ in range(3))
     arguments = query, key, value, grad, dq_sums, dk, dv, start, delta, rows, in_base_2
-    form = dict(SHARED=shared, LATE=late, FOLD=fold, ADD=add)
-    _backward[(-(-rows // 128), batch * heads)](*arguments, BLOCK_M=block_m, D=dim, STAGES=stages, **form, num_warps=4)
+    sizes = dict(BLOCK_M=block_m, D=dim, STAGES=stages, LATE=late, ADD=add)
+    _backward[(-(-rows // 128), batch * heads)](*arguments, **sizes, num_warps=4)
     _round[(-(-count // 2048),)](dq_sums, dq, scale, count, BLOCK=2048)
     return dq, dk, dv

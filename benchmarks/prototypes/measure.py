@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ FORWARD = {
     64: [{}, {"late": False}, {"stages": 3}, {"consumers": 3, "stages": 3}],
     128: [{}, {"late": False}, {"block_n": 64, "stages": 3}],
 }
-BACKWARD = {
-    64: [{}, {"shared": False}, {"late": True}, {"late": True, "stages": 3}, {"block_m": 128}, {"add": False}],
-    128: [{}, {"shared": False}, {"fold": 0}, {"fold": 1}, {"add": False}],
-}
+BACKWARD = {64: [{}, {"late": True}, {"late": True, "stages": 3}, {"block_m": 128}], 128: [{}]}
 #: Tiles of the backward in Triton: queries, keys and warps. With every form of triton_backward.py.
 TILES = {64: [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)], 128: [(64, 128, 8), (32, 128, 8), (32, 64, 4)]}
 FORMS = "plain", "transposed", "late", "early", "no_dq"
@@ -53,22 +50,32 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, dtype: torch.dtype) -> 
 
 
 def errors() -> Iterator[dict[str, Any]]:
-    """The errors of output and gradients, over those of the formula in fp32 rounded once."""
+    """The errors of output and gradients, and of the formula in fp32 that is rounded once. All must be as small as cuDNN's."""
     for dim in FORWARD:
         for dtype in (torch.bfloat16, torch.float16):
             for length in LENGTHS:
-                q, k, v, grad = operands(length, dim, dtype, batch=1, heads=4)
-                want = exact(q, k, v, grad, torch.float64)
-                once = [x.to(dtype) for x in exact(q, k, v, grad, torch.float32)]
-                out, lse = gluon_forward.forward(q, k, v)
-                got = [out, *gluon_backward.backward(q, k, v, out, lse, grad)]
-                least = [relative_error(g, w) for g, w in zip(once, want, strict=True)]
-                row = {"dim": dim, "dtype": str(dtype)[6:], "length": length, "formula": least}
-                yield row | {"error": [relative_error(g, w) for g, w in zip(got, want, strict=True)]}
-                for form in FORMS[:-1]:
-                    got = triton_backward.backward(q, k, v, out, lse, grad, form=form, block_m=32)
-                    found = [relative_error(g, w) for g, w in zip(got, want[1:], strict=True)]
-                    yield row | {"form": form, "error": found}
+                case = {"dim": dim, "dtype": str(dtype)[6:], "length": length}
+                yield from (case | row for row in _errors(*operands(length, dim, dtype, batch=1, heads=4)))
+
+
+def _errors(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Iterator[dict[str, Any]]:
+    want = exact(q, k, v, grad, torch.float64)
+
+    def found(got: Iterable[Tensor]) -> list[float]:
+        return [relative_error(g, w) for g, w in zip(got, want, strict=True)]
+
+    yield {"peer": "formula", "error": found(x.to(q.dtype) for x in exact(q, k, v, grad, torch.float32))}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = _cudnn(*leaves)
+    limit = found([out, *torch.autograd.grad(out, leaves, grad)])
+    yield {"peer": "cudnn", "error": limit}
+    out, lse = gluon_forward.forward(q, k, v)
+    forms = [("gluon", gluon_backward.backward, form) for form in BACKWARD[q.shape[-1]]]
+    forms += [("triton", triton_backward.backward, {"form": form, "block_m": 32}) for form in FORMS[:-1]]
+    for peer, backward, form in forms:
+        error = found([out, *backward(q, k, v, out, lse, grad, **form)])
+        right = all(e <= 1.1 * most + 1e-6 for e, most in zip(error, limit, strict=True))
+        yield {"peer": peer, "form": form, "error": error, "right": right}
 
 
 def repeats(times: int = 1000) -> Iterator[dict[str, Any]]:
@@ -106,7 +113,7 @@ def _times(dim: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Iterator[
     out, lse = gluon_forward.forward(q, k, v)
     for form in FORWARD[dim]:
         yield row("gluon", "forward_ms", gluon_forward.forward, q, k, v, **form)
-    for form in BACKWARD[dim]:
+    for form in [*BACKWARD[dim], {"add": False}]:
         yield row("gluon", "backward_ms", gluon_backward.backward, q, k, v, out, lse, grad, **form)
     for m, n, warps in TILES[dim]:
         for form in FORMS:
@@ -139,6 +146,9 @@ def main() -> None:
             rows.append({"part": part.__name__, **row})
             print(json.dumps(rows[-1]), flush=True)
             out.write_text(json.dumps({"suite": "prototypes", "environment": environment(), "rows": rows}, indent=1) + "\n")
+    wrong = [row for row in rows if row.get("right") is False or row.get("different")]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} rows are wrong, the first is {wrong[0]}")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,11 @@ def _rows(X, head, query, rows, D: tl.constexpr):
 
 @triton.jit
 def _backward(
-    Q, K, V, DO, DQ, DK, DV, LSE, DELTA, rows, scale_log2e, scale,
+    Q, K, V, DO, DQ, DK, DV, START, DELTA, rows, scale_log2e, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64) * rows
+    padded_head = tl.program_id(1).to(tl.int64) * tl.cdiv(rows, BLOCK_M) * BLOCK_M
     key = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_key = key[:, None] < rows
     k = _rows(K, head, key, rows, D)
@@ -58,8 +59,8 @@ def _backward(
         query = first + tl.arange(0, BLOCK_M)
         q = _rows(Q, head, query, rows, D)
         do = _rows(DO, head, query, rows, D)
-        lse = tl.load(LSE + head + query, mask=query < rows, other=0.0)
-        delta = tl.load(DELTA + head + query, mask=query < rows, other=0.0)
+        start = tl.load(START + padded_head + query)
+        delta = tl.load(DELTA + padded_head + query)
         if FORM == "early":
             dprobs = tl.dot(v, tl.trans(do))
             next_scores = tl.dot(k, tl.trans(_rows(Q, head, query + BLOCK_M, rows, D)))
@@ -68,7 +69,7 @@ def _backward(
         if FORM == "late":
             # The first time this adds zeros to tile 0.
             dq_tiles.atomic_add([tl.maximum(first - BLOCK_M, 0), 0], dq)
-        probs = tl.where(is_key, tl.exp2(scores * scale_log2e - lse[None, :]), 0.0)
+        probs = tl.where(is_key, tl.exp2((scores + start[None, :]) * scale_log2e), 0.0)
         dv = tl.dot(probs.to(do.dtype), do, dv)
         if FORM != "early":
             dprobs = tl.dot(v, tl.trans(do))
@@ -108,12 +109,12 @@ def backward(
     if query.is_cuda:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
     batch, heads, rows, dim = query.shape
-    delta, dq = torch.empty_like(lse), torch.empty_like(query, dtype=torch.float32)
     dk, dv = torch.empty_like(key), torch.empty_like(value)
-    scale, count = 1 / math.sqrt(dim), batch * heads * rows
-    prepare[(triton.cdiv(count, 64),)](out, grad, delta, dq, count, D=dim, BLOCK=64)
+    scale = 1 / math.sqrt(dim)
+    in_base_2 = scale * math.log2(math.e)
+    start, delta, dq = prepare(query, out, lse, grad, in_base_2, block_m)
     _backward[(triton.cdiv(rows, block_n), batch * heads)](
-        *(query, key, value, grad, dq, dk, dv, lse, delta, rows, scale * math.log2(math.e), scale),
+        *(query, key, value, grad, dq, dk, dv, start, delta, rows, in_base_2, scale),
         **{"BLOCK_M": block_m, "BLOCK_N": block_n, "D": dim, "FORM": form, "num_warps": num_warps, "num_stages": num_stages},
     )
     return (dq * scale).to(query.dtype), dk, dv
