@@ -117,6 +117,8 @@ def start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> subp
     """Start a worker. gpu: the number of the GPU that it sees, or "" for those that this process sees."""
     command = [sys.executable, "-m", "benchmarks.models", "--worker", "--model", name, "--peer", peer]
     pipe, own = subprocess.PIPE, os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}-{peer}"}
+    # More threads of OpenMP than cores would wait for each other in each kernel on the CPU.
+    own |= {"OMP_NUM_THREADS": str(CORES)}
     own |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     return subprocess.Popen(command + ["--smoke"] * smoke, stdin=pipe, stdout=pipe, text=True, env=own)
 
