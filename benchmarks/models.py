@@ -42,7 +42,7 @@ from .zoo import MODELS
 
 BACKENDS = {"stock": "inductor", "gradfuse": "gradfuse", "eager": None}
 #: The number of times that a step is timed, and of the cores of a process meanwhile.
-ROUNDS, CORES = 3, 4
+ROUNDS, CORES = 12, 4
 
 
 def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: torch.dtype | None) -> None:
@@ -76,21 +76,31 @@ def _first_step(name: str, peer: str, smoke: bool) -> tuple[dict[str, Any], Call
     return row, lambda: _step(run, inputs, device, autocast)
 
 
-def _times(step: Callable[[], None]) -> dict[str, float]:
+def _time(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds of a step in a short round, so that the peers see the same changes of the host's speed."""
     from triton.testing import do_bench
 
-    milliseconds = do_bench(step, warmup=200, rep=1000, return_mode="median")
+    return {"step_ms": do_bench(step, warmup=25, rep=250, return_mode="median")}
+
+
+def _gpu(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds that the GPU is busy in a step, and the peak of its memory."""
+    step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {"step_ms": milliseconds, "step_kernels_ms": _kernel_time(step), "step_peak_mb": peak}
+    return {"step_kernels_ms": _kernel_time(step), "step_peak_mb": peak}
+
+
+#: What a worker can be asked after its first step.
+ANSWERS = {"time": _time, "gpu": _gpu, "profile": lambda step: {"kernels": kernels(step, runs=3)}}
 
 
 def _work(name: str, peer: str, smoke: bool) -> None:
-    """Print the row of the first step, in a process of its own, and then a row for each line of input, time or profile."""
+    """Print the row of the first step, in a process of its own, and then a row for each line of input, one of ANSWERS."""
     try:
         row, step = _first_step(name, peer, smoke)
     except Exception as error:
@@ -101,7 +111,7 @@ def _work(name: str, peer: str, smoke: bool) -> None:
     for line in () if smoke or "refused" in row else sys.stdin:
         torch.cuda.empty_cache()
         _on_few_cores()
-        print(json.dumps(_times(step) if line == "time\n" else {"kernels": kernels(step, runs=3)}), flush=True)
+        print(json.dumps(ANSWERS[line.strip()](step)), flush=True)
 
 
 def _on_few_cores() -> None:
@@ -124,7 +134,7 @@ def start(name: str, peer: str, smoke: bool, caches: str, gpu: str = "") -> subp
 
 
 def answer(worker: subprocess.Popen[str], question: str = "") -> dict[str, Any]:
-    """Return a row of a worker: that of its first step, or the answer to a question, "time" or "profile"."""
+    """Return a row of a worker: that of its first step, or the answer to a question, one of ANSWERS."""
     if question:
         print(question, file=worker.stdin, flush=True)
     line = worker.stdout.readline()
@@ -134,14 +144,15 @@ def answer(worker: subprocess.Popen[str], question: str = "") -> dict[str, Any]:
 
 
 def _ask(workers: list[subprocess.Popen[str]], rows: list[dict[str, Any]], question: str) -> list[dict[str, Any]]:
-    """Return the rows of a model's peers with their answers. Times are the medians of several rounds."""
+    """Return the rows of a model's peers with their answers. The peers take turns; the time is the median of the rounds."""
     able = [i for i, row in enumerate(rows) if "refused" not in row]
-    rounds = [{i: answer(workers[i], question) for i in able} for _ in range(ROUNDS if question == "time" else 1)]
     for i in able:
-        answers = [found[i] for found in rounds]
-        rows[i] |= answers[0]
-        if question == "time":
-            rows[i] |= {name: statistics.median(found[name] for found in answers) for name in answers[0]}
+        rows[i] |= answer(workers[i], "gpu" if question == "time" else question)
+    if question == "time":
+        rounds = [{i: answer(workers[i], "time")["step_ms"] for i in able} for _ in range(ROUNDS)]
+        for i in able:
+            rows[i]["step_ms"] = statistics.median(times[i] for times in rounds)
+    for i in able:
         workers[i].stdin.close()
     return rows
 

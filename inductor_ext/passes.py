@@ -24,7 +24,7 @@ from .core import equal_graphs, joint_graph
 from .core.dynamo_graph import graphs_in
 from .core.pass_ import Pass
 from .dump import Dump
-from .gathers import gathers, scatters
+from .gathers import cpu_indices, gathers, scatters
 from .mlstm import cpu as dense_mlstm
 from .mlstm import rewrite as mlstm
 from .options import Options
@@ -87,6 +87,12 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "keeps one of equal score_mods, mask_mods and combine_fns, and drops those that were rewritten: less to compile",
         lambda gm, options: equal_graphs.rewrite(gm, options),
+    ),
+    Pass(
+        "cpu_indices",
+        "joint",
+        "builds on the GPU an index that is computed on the CPU from constants (arange without a device) in each step",
+        lambda build, options: cpu_indices.rewrite(build, options),
     ),
     Pass(
         "scatters",

@@ -39,7 +39,12 @@ STAGES = (
         ),
     ),
     Stage("AOTAutograd", "derives the backward: one joint graph", False),
-    Stage('Stage "joint"', "forward and backward in one graph", True, ("scatters", "gathers", "casts", "out_dtype")),
+    Stage(
+        'Stage "joint"',
+        "forward and backward in one graph",
+        True,
+        ("cpu_indices", "scatters", "gathers", "casts", "out_dtype"),
+    ),
     Stage("Inductor", "its own passes over the joint graph", False),
     Stage('Stage "partition"', "the same graph, before it is partitioned", True, ("no_mask",)),
     Stage("AOTAutograd", "partitions it into a forward and a backward graph", False),
