@@ -13,17 +13,18 @@ function may round differently, and a sort may order equal values differently.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import Node
 
 from ..core.dynamo_graph import attribute
-from ..core.fx import CASTS_AND_COPIES, MOVES, SPLITS, cone, fake_tensor, value_or_none
+from ..core.fx import CASTS_AND_COPIES, MOVES, SPLITS, fake_tensor, value_or_none
 from ..core.joint_graph import Builder
 from ..core.purity import is_random, written
 from ..core.report import record, user_line
 from ..options import Options
-from ..torch_api.graph import pytree
+from ..torch_api.graph import OpOverload, pytree
 from ..torch_api.tracing import real_tensors
 
 NAME = "cpu_indices"
@@ -39,6 +40,13 @@ _EXACT = MOVES | CASTS_AND_COPIES | SPLITS | {operator.getitem, aten.cat.default
 _EXACT |= {aten.fill.Scalar, aten.fill.Tensor, aten.constant_pad_nd.default, aten.tril.default, aten.triu.default}
 _EXACT |= {aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default}
 _EXACT |= {aten.sum.default, aten.sum.dim_IntList, aten.cumsum.default, aten.floor_divide.default}
+_ALLOWED = _CONSTRUCTORS | _EXACT
+#: A shift by more bits than there are has another result on a GPU.
+_UNDEFINED = {aten.bitwise_left_shift, aten.bitwise_right_shift, aten.__lshift__, aten.__rshift__}
+_DENSE = (None, torch.strided)
+#: Ops on a GPU that take a tensor of the CPU. Any other op that gets one may need it there, as a custom op that reads sizes.
+_READERS = {prims.device_put.default, aten.index.Tensor, aten.index_put.default, aten._unsafe_index.Tensor}
+_READERS |= {aten._to_copy.default, aten._unsafe_index_put.default, aten.copy.default, aten.slice_scatter.default}
 
 
 def rewrite(build: Builder, options: Options) -> None:
@@ -46,7 +54,7 @@ def rewrite(build: Builder, options: Options) -> None:
     moves = _Moves(build)
     for reader in list(build.graph.nodes):
         result = fake_tensor(reader)
-        if reader.op != "call_function" or result is None or result.device == _CPU:
+        if reader.target not in _READERS or result is None or result.device == _CPU:
             continue
         for index in reader.all_input_nodes:
             tensor = fake_tensor(index)
@@ -67,19 +75,25 @@ class _Moves:
 
     def __init__(self, build: Builder) -> None:
         self.build = build
-        self._sizes = [n for n in build.graph.nodes if n.op != "get_attr" and not _tensors(n)]
-        self._written = written(build.graph)
+        nodes = build.graph.nodes
+        self._sizes = {n for n in nodes if n.op != "get_attr" and not _tensors(n)}
+        self._movable = _movable(nodes, self._sizes, written(build.graph))
         self._copies: dict[tuple[Node, torch.device], Node] = {}
 
     def moved(self, index: Node, device: torch.device) -> Node | None:
         """A node on ``device`` with the values of ``index``; None if these are not certain to be the same, or are inputs."""
-        needed = cone(index, until=self._sizes) - set(self._sizes)
-        if self._written & needed or not all(map(_is_exact, needed)):
+        if index not in self._movable:
             return None
-        for node in [n for n in self.build.graph.nodes if n in needed]:
-            if (node, device) not in self._copies:
-                with self.build.before(node):
-                    self._copies[node, device] = self._copy(node, device)
+        pending = [index]
+        while pending:
+            node = pending[-1]
+            missing = [n for n in node.all_input_nodes if n not in self._sizes and (n, device) not in self._copies]
+            pending += missing
+            if not missing:
+                pending.pop()
+                if (node, device) not in self._copies:
+                    with self.build.before(node):
+                        self._copies[node, device] = self._copy(node, device)
         return self._copies[index, device]
 
     def _copy(self, node: Node, device: torch.device) -> Node:
@@ -94,15 +108,32 @@ class _Moves:
         return self.build.call(node.target, *args, **kwargs)
 
 
+def _movable(nodes: Iterable[Node], sizes: Collection[Node], changed: Collection[Node]) -> set[Node]:
+    """The nodes whose values are the same on every device, and are computed from nodes of this kind and sizes alone."""
+    found: set[Node] = set()
+    for node in nodes:
+        known = all(n in found or n in sizes for n in node.all_input_nodes)
+        if known and node not in sizes and node not in changed and _is_exact(node):
+            found.add(node)
+    return found
+
+
 def _is_exact(node: Node) -> bool:
-    """Whether a node computes integers or booleans on the CPU that are the same on every device."""
+    """Whether a node computes integers or booleans on the CPU that are the same on every device.
+
+    A tensor whose size depends on values stays, and so does pinned memory, which is memory of the CPU.
+    """
     tensors = _tensors(node)
     if not tensors or any(x.device != _CPU or x.is_floating_point() or x.is_complex() for x in tensors):
         return False
     if node.op == "get_attr":
         return type(tensors[0]) is torch.Tensor and tensors[0].dim() == 0
-    known = node.target in _CONSTRUCTORS | _EXACT or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return node.op == "call_function" and known and not is_random(node)
+    if "unbacked_bindings" in node.meta or node.kwargs.get("pin_memory") or node.kwargs.get("layout") not in _DENSE:
+        return False
+    if node.target in _ALLOWED:
+        return node.op == "call_function"
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return pointwise and node.target.overloadpacket not in _UNDEFINED and not is_random(node)
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

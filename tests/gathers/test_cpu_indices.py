@@ -1,7 +1,10 @@
 """An index that a model builds on the CPU is built on the GPU that reads it. Here the device "meta" stands for the GPU."""
 
+import time
+
 import pytest
 import torch
+from torch._dynamo import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -78,8 +81,9 @@ def test_an_index_that_is_returned_stays_on_the_cpu_and_has_its_values():
         lambda: torch.linspace(0, 9, 5).long(),
         lambda: torch.randint(10, (5,)),
         lambda: torch.zeros(5, dtype=torch.int64).sort().indices,
+        lambda: torch.ones(5, dtype=torch.int64) << 70,
     ],
-    ids=["floating point", "random", "order of equal values"],
+    ids=["floating point", "random", "order of equal values", "shift by too many bits"],
 )
 def test_what_devices_may_compute_differently_stays_on_the_cpu(index):
     assert "cpu" in devices(lambda x: x[index()], table(10, 4))
@@ -87,6 +91,43 @@ def test_what_devices_may_compute_differently_stays_on_the_cpu(index):
 
 def test_an_index_that_is_an_input_stays_on_the_cpu():
     assert "cpu" in devices(lambda x, i: x[i + 1], table(10, 4), torch.arange(5))
+
+
+@torch.library.custom_op("gradfuse_tests::first_rows", mutates_args=())
+def first_rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    assert lengths.device.type == "cpu"
+    return x[: int(lengths.sum())].clone()
+
+
+@first_rows.register_fake
+def _(x, lengths):
+    return torch.empty_like(x)
+
+
+def test_an_operand_that_an_op_needs_on_the_cpu_stays_there():
+    assert "cpu" in devices(lambda x: first_rows(x, torch.full((3,), 2)), table(10, 4))
+
+
+def test_a_mask_that_selects_indices_stays_on_the_cpu():
+    """The number of its elements would have two names, one on each device."""
+    with config.patch(capture_dynamic_output_shape_ops=True):
+        assert "cpu" in devices(lambda x: x[torch.arange(5)[torch.arange(5) > 2]], table(10, 4))
+
+
+def test_many_indices_that_follow_from_each_other():
+    def function(x):
+        index, found = torch.arange(5), []
+        for _ in range(200):
+            index = index + 1
+            found.append(x[index])
+        return found
+
+    begin = time.perf_counter()
+    gm = make_fx(function, tracing_mode="fake")(table(300, 4))
+    traced = time.perf_counter()
+    with building(gm.graph) as build:
+        cpu_indices.rewrite(build, Options())
+    assert time.perf_counter() - traced < 2 * (traced - begin)
 
 
 def test_a_length_that_varies():
