@@ -112,7 +112,10 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     tma_allowed = _tma_allowed(options, device, call.kernel_options)
     grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)
     captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
-    one_pass = _one_pass(options, call, captured)
+    score = inlining.score(score_graph)
+    transposed = _may_transpose_dq(call, captured, bool(tables.tables), score.reads_each_score)
+    late = transposed and _may_add_late(call, captured)
+    one_pass = _one_pass(options, call, captured, late)
     mask = common.mask_operands(call.mask, ["KV", "Q"], nothing_hidden)
 
     template_options = common.template_options(call) | mask.options() | kernel_dropout.template_options(call)
@@ -126,7 +129,6 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     half = call.query.get_dtype().itemsize == 2
     template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
     template_options["SLICES"] = common.slices(call, nothing_hidden) if one_pass else 1
-    score = inlining.score(score_graph)
     inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
     template_options.update(inlining.options() | score.options())
     tilings = _tilings(call, template_options, captured, tables.longest_tile, score.reads_each_score)
@@ -137,6 +139,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     in_memory = one_pass and not one_key_tile
     rows_aligned = 4 * template_options["QK_HEAD_DIM"] % TMA_ALIGNMENT == 0
     form = {"DQ_IN_MEMORY": in_memory, "TMA_ADDS": in_memory and Target.of(device).tma and rows_aligned}
+    form |= {"DQ_TRANSPOSED": form["TMA_ADDS"] and transposed, "DQ_LATE": form["TMA_ADDS"] and late}
     # All keys of a query are in one tile.
     form["SUMS_DELTA"] = one_pass and not in_memory and call.grad_logsumexp is None
     tile = ("BLOCK_M1", "BLOCK_N1")
@@ -255,17 +258,46 @@ def _delta(call: BackwardCall) -> Any:
     return require_contiguous(delta)
 
 
+def _may_transpose_dq(call: BackwardCall, captured: CapturedGradients, reads_tiles: bool, reads_each_score: bool) -> bool:
+    """Return whether one pass computes dQ as a transpose, which takes 3 to 13 % less time on Hopper.
+
+    This is so if little but the tiles of the matmuls is in registers for each score, or tiles are added to strips. Other
+    gradients have not been timed (docs/notes/attention.md).
+    """
+    head_dim, value_dim = (V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (call.query, call.value))
+    target = Target.of(call.query.get_device())
+    fits = head_dim >= 32 and max(head_dim, value_dim) <= WIDEST_WITH_LATE_DQ and 4 * head_dim % TMA_ALIGNMENT == 0
+    alone = captured.strips_only or (captured.sums_only and not reads_tiles)
+    kernel_has_room = alone and not reads_each_score and not kernel_dropout.probability(call)
+    return target.family == "hopper" and target.tma and fits and kernel_has_room
+
+
+def _may_add_late(call: BackwardCall, captured: CapturedGradients) -> bool:
+    """Return whether registers can also hold a tile of dQ until the next iteration, which adds it to memory ("late").
+
+    At head dim 64 this saves 5 to 13 %, but costs 3 % beside strips. Wider tiles have eight warps, and room beside strips.
+    At head dim 32 it saves 32 % with a causal mask, saves nothing without a mask, and costs 3 to 13 % with a score_mod.
+    """
+    head_dim = V.graph.sizevars.guard_int(call.query.get_size()[-1])
+    if captured.strips_only:
+        return head_dim > WIDEST_ONE_PASS
+    return head_dim > 32 or score_graphs.is_identity(call.score_mod.graph_module)
+
+
 #: The widest head for which one pass (five matmuls, dQ in memory) is faster than two (seven matmuls, dQ in registers). The
-#: second number holds if tiles are also added to a strip (benchmarks/NOTES.md).
+#: second number holds if dQ is added late, or if tiles are also added to a strip (docs/notes/attention.md).
 WIDEST_ONE_PASS = 64
-WIDEST_WITH_STRIPS = 128
+WIDEST_WITH_LATE_DQ = 128
 #: The narrowest head for which one pass is faster if blocks of pairs are added in memory too, and there are several tiles.
 #: AlphaFold's pairs at head dim 32 take 0.55 ms in two passes, and 0.64 in one.
 NARROWEST_WITH_BLOCKS = 33
 
 
-def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients) -> bool:
-    """Return whether dQ is reduced in memory. ``kernel_options={"bwd_ONE_PASS": ...}`` overrides the default."""
+def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients, late: bool) -> bool:
+    """Return whether dQ is reduced in memory. ``kernel_options={"bwd_ONE_PASS": ...}`` overrides the default.
+
+    late: the kernel may add a tile of dQ in the next iteration.
+    """
     if options.deterministic:
         return False
     wanted = call.kernel_options.get("bwd_ONE_PASS", call.kernel_options.get("ONE_PASS"))
@@ -274,7 +306,7 @@ def _one_pass(options: Options, call: BackwardCall, captured: CapturedGradients)
     half = call.query.get_dtype().itemsize == 2
     # The distances of 64 x 64 places take 5.5 ms at head dim 128, and 2.65 in two passes.
     long_strips = captured.has_strips and not captured.has_strips_of_short_rows
-    widest = WIDEST_WITH_STRIPS if long_strips else WIDEST_ONE_PASS
+    widest = WIDEST_WITH_LATE_DQ if late or long_strips else WIDEST_ONE_PASS
     head_dim = V.graph.sizevars.guard_int(call.query.get_size()[-1])
     narrow = head_dim < NARROWEST_WITH_BLOCKS and not common.in_tiles(call, 1)
     fits = head_dim <= widest and not (captured.adds_blocks and narrow)

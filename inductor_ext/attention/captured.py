@@ -160,6 +160,16 @@ class CapturedGradients:
         """Whether some contribution is one value for each query, which query programs sum in registers."""
         return any(plan.reduction is Reduction.SUM and plan.axes[2] for plan in self.plans)
 
+    @property
+    def sums_only(self) -> bool:
+        """Whether all contributions are one value for each key or for each program, which key programs sum in registers."""
+        return all(plan.reduction is Reduction.SUM and not plan.axes[2] for plan in self.plans)
+
+    @property
+    def strips_only(self) -> bool:
+        """Whether all contributions, of which there are some, are tiles that are added to a strip."""
+        return bool(self.plans) and all(plan.reduction is Reduction.STRIP for plan in self.plans)
+
     def options(self) -> dict[str, Any]:
         """Return the contributions, over which the backward template iterates, and the shape of strips."""
         return {

@@ -1,6 +1,7 @@
 """The emitted Triton kernels, run by Triton's interpreter on CPU tensors: every case against float64."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch._inductor import select_algorithm
 from torch._inductor.utils import fresh_cache
 from torch.nn.attention.flex_attention import flex_attention
 
-from inductor_ext.attention import hoisting
+from inductor_ext.attention import backward, hoisting
 from tests.support.interpreter import triton_on_cpu
 
 from .case import relative_error
@@ -62,6 +63,18 @@ BY_TMA = {"odd_length", "causal_small_blocks", "gqa", "antidiagonal", "diagonals
 def test_by_tma_matches_float64(case, one_pass):
     with triton_on_cpu(tma=True):
         case.check("cpu", kernel_options={"bwd_ONE_PASS": one_pass})
+
+
+LATE = {"odd_length", "causal_small_blocks", "gqa", "key_bias", "antidiagonal", "head_dim_40"}
+
+
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("case", cases(LATE, slow={"antidiagonal", "head_dim_40", "key_bias"}))
+def test_dq_that_is_added_late_matches_float64(case):
+    late, transposed = (mock.patch.object(backward, f, return_value=True) for f in ("_may_add_late", "_may_transpose_dq"))
+    with triton_on_cpu(tma=True), late as may_add_late, transposed:
+        case.check("cpu", kernel_options={"bwd_ONE_PASS": True})
+    assert may_add_late.called
 
 
 #: Scores of a tile share entries of a table, in each way that duplicates.jinja tells apart.
