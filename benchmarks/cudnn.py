@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import inductor_ext  # noqa: F401  (registers the backend)
@@ -75,9 +76,11 @@ def _times(steps: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, s
     return found | {(peer, f"{way}_kernels_ms"): _kernel_time(step) for (peer, way), step in steps.items()}
 
 
-def _share(lock: Any) -> None:
+def _begin_process(lock: Any) -> None:
+    """Remember the lock that a process holds while it measures. A backward is called many times, so no buffer is donated."""
     global _alone
     _alone = lock
+    functorch_config.donated_buffer = False
 
 
 def main() -> None:
@@ -86,7 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "cudnn.json")
     given = parser.parse_args()
     spawn, rows = multiprocessing.get_context("spawn"), {}
-    with ProcessPoolExecutor(PROCESSES, spawn, initializer=_share, initargs=(spawn.Lock(),)) as pool:
+    with ProcessPoolExecutor(PROCESSES, spawn, initializer=_begin_process, initargs=(spawn.Lock(),)) as pool:
         jobs = {pool.submit(measure, *case): i for i, case in enumerate(cases())}
         for job in progress("cudnn", "case", of=as_completed(jobs)):
             rows[jobs[job]] = job.result()
