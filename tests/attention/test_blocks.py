@@ -142,6 +142,7 @@ def test_the_last_key_is_the_last_of_a_tile():
         assert "blocks_of_table_0" in kernel and "- 1 - tl.arange" not in kernel
 
 
+@pytest.mark.breadth(0)
 def test_coordinates_of_descending_keys():
     generator = torch.Generator().manual_seed(0)
     r = torch.randn(BATCH, HEADS, 64, 191, generator=generator, requires_grad=True)

@@ -232,7 +232,7 @@ KEPT = {
 }
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_keeps_its_table(name):
     found = check(KEPT[name], "cpu")
@@ -271,6 +271,7 @@ def test_products_of_integers(name):
     assert check(INTEGERS[name], "cpu") == (["table"] if name == "of_keys" else [])
 
 
+@pytest.mark.breadth(0)
 def test_shared_rows_whose_table_is_too_large(monkeypatch):
     """Then their gradients are rounded for each head before they are added, as those of a tensor that is expanded are."""
     monkeypatch.setattr(columns, "LARGEST_TABLE", 0)

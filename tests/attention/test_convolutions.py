@@ -3,6 +3,7 @@
 import copy
 import re
 
+import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -22,6 +23,7 @@ class Block(torch.nn.Module):
         return self.conv(out.transpose(1, 2).reshape(2, 64, 8, 8))
 
 
+@pytest.mark.breadth(0)
 @INTERPRETED
 def test_kernels_load_rows():
     """They would be right without, and load single elements."""

@@ -20,6 +20,7 @@ def test_how_many():
     assert copies((torch.SymInt, 3)) == 1
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_the_sum_of_all_copies(one_pass, monkeypatch):
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)

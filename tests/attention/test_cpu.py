@@ -15,7 +15,7 @@ from .cases import BIASES, FEATURES, REFUSED
 CASES = {case.name: case for case in FEATURES + BIASES + REFUSED}
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_match_float64(name):
     with eager_graphs():

@@ -14,6 +14,7 @@ INDICES = {
 }
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", INDICES)
 def test_gradient(name, monkeypatch):
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)

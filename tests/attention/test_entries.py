@@ -79,7 +79,7 @@ def test_keys_out_of_bounds_that_the_mask_hides():
     compare(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: k < 60)
 
 
-@pytest.mark.breadth(2)
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(
     ("index", "entries", "summed"),
     [

@@ -43,6 +43,7 @@ def test_equal_score_mods_become_one():
     assert shared(*(of_table(torch.randn(2, 31)) for _ in range(3))) == 1
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -70,6 +71,7 @@ def formula(q, *tables):
     return q
 
 
+@pytest.mark.breadth(0)
 def test_a_model_computes_the_same():
     """Masks and score_mods of three layers, two of them equal, and graphs that passes have rewritten."""
     tables = [torch.randn(2, 31, requires_grad=True) for _ in range(3)]

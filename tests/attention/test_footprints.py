@@ -180,6 +180,7 @@ def test_no_node_depends_on_more_than_its_footprint_says(body):
     check_footprints(body, random_score_mods.EXTENTS)
 
 
+@pytest.mark.breadth(0)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(random_score_mods.image_integers)
 def test_no_place_in_an_image_depends_on_more_than_its_footprint_says(body):

@@ -125,7 +125,7 @@ def test_emitted_kernel():
 
 
 @OFFLINE
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("length", [512, 500])
 @pytest.mark.parametrize("name", TAKEN)
 def test_builds_without_spills(name, length, tmp_path):
@@ -181,6 +181,7 @@ def test_lengths_that_may_change(tmp_path):
         builder.build(kernel, 90, 4, 1).check()
 
 
+@pytest.mark.breadth(1)
 @OFFLINE
 @pytest.mark.parametrize("name", ["hidden_by_numbers", "query_and_key"])
 def test_equal_scores_are_equally_probable(name, tmp_path):

@@ -189,7 +189,7 @@ HIDES = {
 }
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", HIDES)
 def test_a_term_that_hides_a_row_in_a_later_call(name):
     """A row that is hidden as a whole is zero in flex_attention, and has no gradient."""

@@ -80,7 +80,7 @@ def test_deterministic_matches_float64(case):
     assert "partial sums in a fixed order" in kernels(report)
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @INTERPRETED
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("names", [("BLOCK_M",), ("BLOCK_N",), ("bwd_BLOCK_M1", "bwd_BLOCK_N2")], ids="-".join)
@@ -145,6 +145,7 @@ def test_vectors_of_one_distance_are_not_made_for_every_pair():
     assert path_of(lambda t: lambda s, b, h, q, k: s + (t[0, q // 64 - k // 64 + 8] * t[1, h]).sum(-1)) == []
 
 
+@pytest.mark.breadth(0)
 def test_tables_of_one_distance_are_small_enough_to_share_one(monkeypatch):
     """Each is a table of pairs by itself. Their sum is the kind of the image."""
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 2**22)

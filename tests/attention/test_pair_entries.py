@@ -50,7 +50,7 @@ def bias_of(name, pairs):
     return bias
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, options):
@@ -88,6 +88,7 @@ def test_entries_out_of_bounds_that_the_mask_hides():
     comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=lambda b, h, q, k: k < 50)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["default", "deterministic"])
 def test_a_table_in_float64_keeps_the_precision_of_the_sums(options):
     pairs = index()
@@ -118,6 +119,7 @@ def planned(score_mod, **options):
     return how(report)
 
 
+@pytest.mark.breadth(0)
 def test_which_gradients_are_stored(monkeypatch):
     pairs, of_heads, position = index(0), index(0, shape=(HEADS, LENGTH, LENGTH)), torch.arange(LENGTH).flip(0) % 7
     t = table(ENTRIES, HEADS).requires_grad_()

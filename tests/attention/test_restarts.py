@@ -45,7 +45,7 @@ def buckets_of(position):
     return lambda t: lambda s, b, h, q, k: s + t[h, bucket(position[k] - position[q])]
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(
     "position",
@@ -221,7 +221,7 @@ def test_a_mask_that_reads_rows_is_left(monkeypatch):
     assert not asked
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize(
     ("index", "separated"),
     [

@@ -132,6 +132,7 @@ def test_sizes(module, name, number, monkeypatch):
     assert not hoisted(decisions)
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("name", ["scatters", "entry_sums"])
 def test_without_the_passes_for_the_gradient(name):
     mod, _ = MODS["both"]
@@ -139,6 +140,7 @@ def test_without_the_passes_for_the_gradient(name):
     assert not hoisted(decisions)
 
 
+@pytest.mark.breadth(0)
 def test_other_lengths_of_queries_and_keys():
     mod, dense = MODS["both"]
     queries, keys = 33, 50

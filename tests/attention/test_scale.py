@@ -26,6 +26,7 @@ def causal(b, h, q, k):
     return q >= k
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [-3.0, 0.0, 3.0])
@@ -49,6 +50,7 @@ def test_scale(scale, masked, device):
         assert error < 1e-5
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("hidden", [-1e4, -1e9, -1e10, -1e12, -1e30])

@@ -62,7 +62,7 @@ CASES = [
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tma", [True, False])
 @each_case

@@ -134,6 +134,7 @@ def test_pairs_of_narrow_heads_have_tall_tiles(features, head_dim, queries):
     assert config == Config(queries, 64, 4, 3)
 
 
+@pytest.mark.breadth(1)
 @INTERPRETED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pairs_are_blocks_in_half_precision(dtype):

@@ -69,6 +69,7 @@ def test_selective_around_the_compiled_region(generated):
     small.check(layer, lambda *args: selective(function, *args), *small.inputs(generated))
 
 
+@pytest.mark.breadth(0)
 def test_every_block_of_the_model(device):
     """checkpoint_wrapper is around each block, and torch.compile around the whole model, as trainers do."""
     model = models.make().to(device)

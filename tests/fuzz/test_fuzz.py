@@ -136,6 +136,7 @@ def test_a_gradient_whose_terms_cancel_is_compared_with_flex_attention_in_eager_
     assert judge(generate("score_mods", 600000)).outcome == "ok"
 
 
+@pytest.mark.breadth(0)
 def test_one_number_whose_terms_cancel_is_judged_over_many_draws():
     """A table of one entry: in the first draw its gradient is off by three times what is allowed, over all by half of it."""
     assert judge(generate("score_mods", 893479846)).outcome == "ok"

@@ -52,7 +52,7 @@ def step(layer, inputs, topk):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.breadth(10)
+@pytest.mark.breadth(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
 def test_as_in_eager_mode(layer, case, device):

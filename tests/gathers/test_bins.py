@@ -146,6 +146,7 @@ def scaled_by_a_size(x, index, factor):
     return looked_up(x, index) / x.shape[0]
 
 
+@pytest.mark.breadth(6)
 @INTERPRETED
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(

@@ -113,13 +113,14 @@ CASES = {
 }
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_on_a_cpu(name, small_chunks):
     with eager_graphs():
         CASES[name].check(compiled(CASES[name]))
 
 
+@pytest.mark.breadth(0)
 def test_dynamic_lengths(small_chunks):
     """Also one that chunks fill."""
     case = CASES["both"]

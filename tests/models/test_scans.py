@@ -53,6 +53,7 @@ def test_gradients(kind, monkeypatch):
         assert (x is None) == (got[name] is None) and (x is None or relative_error(got[name], x) < 1e-5), name
 
 
+@pytest.mark.breadth(0)
 def test_recurrent_gemma():
     sizes = {"hidden_size": 16, "lru_width": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
     model = hf.RecurrentGemmaModel(hf.RecurrentGemmaConfig(**sizes, num_hidden_layers=3, vocab_size=50)).train()

@@ -25,6 +25,7 @@ def between_convolutions(scan):
     return function
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_operands_keep_their_memory_order(device, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -44,7 +44,7 @@ def compiled(function, tensors, device):
     return found, [d for d in report.decisions if d.pass_name == "time_loops"]
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", SCANS, ids=lambda f: f.__name__)
 def test_loops_that_are_scans(function, device):
@@ -73,7 +73,7 @@ def test_strides_are_those_of_the_loop():
 
 
 @INTERPRETED
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
 def test_loops_that_stay(function):
     (results, grads), decisions = compiled(function, operands(), "interpreter")

@@ -54,6 +54,7 @@ def loop(read):
     return function
 
 
+@pytest.mark.breadth(4)
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_of_all_times_at_once(name):
     tensors = operands(length=8)
@@ -64,6 +65,7 @@ def test_of_all_times_at_once(name):
         assert got.shape == want.shape and relative_error(got, want) < 1e-6
 
 
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_one_by_one(name):
     tensors = operands(length=8)
@@ -124,6 +126,7 @@ def complex_in_between(a, x, h):
     return torch.view_as_real(torch.stack(outs))
 
 
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -144,6 +147,7 @@ def test_programs_that_went_wrong(function):
         assert got.shape == want.shape and relative_error(got, want) < 1e-5
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("read", ["stack", "last state"])
 def test_views_of_what_is_replaced(read):
     """A later pass must see that the caller can change them, and not keep them for the backward."""
@@ -225,6 +229,7 @@ def test_an_operand_of_another_time():
     assert relative_error(results[0], function(*[t.double() for t in tensors])) < 1e-6
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize(("gradient", "path"), [(True, "scan"), (False, "stock")])
 def test_memory_that_only_the_scan_needs(gradient, path):
     """The states of linear attention are D times larger than what they are computed from, and only a gradient needs them all."""
@@ -244,6 +249,7 @@ def test_memory_that_only_the_scan_needs(gradient, path):
     assert relative_error(result.detach(), function(*[t.detach().double() for t in tensors])) < 1e-6
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exporting", [True, False])
 def test_transformers_mamba(device, exporting, monkeypatch):

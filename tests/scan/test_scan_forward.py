@@ -258,6 +258,7 @@ def test_shorter_spans_of_more_leaves():
     assert [lowering._tile(leaves)["SPAN"] for leaves in (1, 2, 3, 4, 5, 8)] == [16, 16, 8, 8, 4, 4]
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_what_follows_in_the_kernel_keeps_the_dtype(dtype, device):
@@ -270,6 +271,7 @@ def test_what_follows_in_the_kernel_keeps_the_dtype(dtype, device):
     assert torch.equal(y, xs[0].cumsum(0) * 3 + 1)
 
 
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("device", DEVICES)
 def test_conditions_as_the_last_result(device):
     """Also with an op that Inductor puts into the kernel of the scan."""

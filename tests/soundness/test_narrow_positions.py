@@ -56,7 +56,7 @@ BOOLS = {
 }
 
 
-@pytest.mark.breadth(1)
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("kernels", [pytest.param(False, id="cpp"), pytest.param(True, id="triton")])
 @pytest.mark.parametrize("name", BOOLS)
 def test_a_position_as_a_bool(name, kernels):
@@ -84,6 +84,7 @@ def test_a_narrow_index_is_no_tile_of_pairs(index, shape, length, deterministic,
         compare(score_mod, shape, length, options={"deterministic": deterministic})
 
 
+@pytest.mark.breadth(1)
 @pytest.mark.parametrize("function", [torch.sqrt, torch.log])
 def test_an_infinite_gradient_of_one_entry_stays_there(function, monkeypatch):
     """``infinity * 0`` of a one-hot matmul made NaN of the gradients of other entries."""

@@ -253,7 +253,7 @@ COPIED += [
 ]
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("function", COPIED, ids=lambda f: f.__name__)
 def test_copies_that_are_needed(function):
     assert heads_of_keys(function, tensors()) == [(HEADS, HEADS)]

@@ -69,7 +69,7 @@ MASKS = {
 }
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     function, mask = MASKS[name]
@@ -142,7 +142,7 @@ FAR_FROM_ZERO = {
 }
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
 @pytest.mark.parametrize("name", FAR_FROM_ZERO)
 def test_rows_far_from_zero(name, learned):
@@ -170,7 +170,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("learned", [torch.nn.Parameter, lambda x: x], ids=["parameter", "tensor"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_mask_inside_an_expression(name, learned):
@@ -265,7 +265,7 @@ HELD = {
 }
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", HELD)
 def test_a_learned_tensor_that_holds_a_mask(name):
     function = lambda q, k, v, b, m: (q @ k.mT + HELD[name](b, m)).softmax(-1) @ v  # noqa: E731
@@ -341,7 +341,7 @@ FILLS = {
 }
 
 
-@pytest.mark.breadth(6)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("low", [-1e9, -1e12, -1e30])
 @pytest.mark.parametrize("name", FILLS)
 def test_numbers_that_half_precision_rounds(name, low):

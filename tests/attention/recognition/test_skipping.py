@@ -30,7 +30,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(skipping, "FEWEST_BLOCKS", 1)
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spellings(name):
     check_matches_eager(SPELLINGS[name].function, *SPELLINGS[name].inputs(), exact=True)
@@ -58,7 +58,7 @@ def test_a_mask_inside_an_expression(name):
     check_matches_eager(function, *tensors(), torch.nn.Parameter(bias().detach()), frozen(-1e9, LENGTHS & (QUERIES >= KEYS)))
 
 
-@pytest.mark.breadth(5)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", HELD)
 def test_a_learned_tensor_that_holds_a_mask(name):
     """Causal, so that the first rows see nothing but what the learned tensor hides."""
@@ -140,7 +140,7 @@ GAINS = {
 }
 
 
-@pytest.mark.breadth(3)
+@pytest.mark.breadth(2)
 @pytest.mark.parametrize("name", GAINS)
 def test_scores_that_may_exceed_the_masks(name):
     change, exceeds = GAINS[name]

@@ -8,7 +8,7 @@ from tests.soundness.check import check_matches_eager
 from .spellings import SPELLINGS
 
 
-@pytest.mark.breadth(4)
+@pytest.mark.breadth(3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_gradients_and_what_is_read(name):
     spelling = SPELLINGS[name]
