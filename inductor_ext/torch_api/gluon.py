@@ -55,12 +55,13 @@ class GluonKernel(TritonTemplateKernel):
 
     def modification(self, *arguments: Any, **options: Any) -> str:
         """Return the code of a subgraph."""
-        return _numbers(super().modification(*arguments, **options))
+        return _in_gluon(super().modification(*arguments, **options))
 
     def _register_hook(self, name: str, hook: Callable[[], str], **options: Any) -> str:
-        return super()._register_hook(name, lambda: _numbers(hook()), **options)
+        return super()._register_hook(name, lambda: _in_gluon(hook()), **options)
 
 
-def _numbers(code: str) -> str:
-    """Write constants as numbers: a tensor of one of them has no layout."""
+def _in_gluon(code: str) -> str:
+    """Write constants as numbers, and call our minimum and maximum: in Inductor's are tensors that have no layout."""
+    code = re.sub(r"triton_helpers\.(minimum|maximum)\(", r"\1(", code)
     return re.sub(r"tl\.full\(\[1?\], ([^,]+), tl\.\w+\)", r"(\1)", code)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch._inductor import ir as inductor_ir
@@ -68,11 +70,23 @@ def build_failure(choice: Any) -> str | None:
     source = choice.bmreq.module_cache_key
     if choice.layout.device.type != "cpu" and source not in _failures:
         try:
-            choice.precompile()
+            with _without_errors_in_the_log():
+                choice.precompile()
             _failures[source] = None
         except Exception as error:
             _failures[source] = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[-1][:200]}"
     return _failures.get(source)
+
+
+@contextlib.contextmanager
+def _without_errors_in_the_log() -> Iterator[None]:
+    """Keep Inductor from printing a kernel that does not build and all of Triton's errors: the caller reports the reason."""
+    log = logging.getLogger("torch._inductor.runtime.triton_heuristics")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def keep_alone(output: Any) -> None:

@@ -1,6 +1,7 @@
 """The forward in Gluon, for Hopper: which attentions it takes, that it builds, and on a GPU that it is right."""
 
 import dataclasses
+import logging
 import math
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from inductor_ext.attention import dropout, gluon_forward
 from inductor_ext.core.report import collect
+from inductor_ext.torch_api.template import build_failure
 from tests.support import snapshots
 from tests.support.emitted import body, triton_sources
 from tests.support.offline import Builder
@@ -82,6 +84,9 @@ TAKEN = {
     "head": Attention(window, lambda _, t: lambda s, b, h, q, k: s * t[h] - t[h] * (q - k).abs() / 64),
     "by_parity": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where((q + k) % 3 == 0, s * 0.5, s - 1.0)),
     "with_an_epilogue": Attention(causal, after=lambda out: F.relu(F.gelu(out.float() * 2 + 1)).clamp(max=2).to(out.dtype)),
+    "clamped": Attention(
+        None, lambda t, _: lambda s, b, h, q, k: torch.maximum(s.clamp(-2, 3), t[h, q]) * (q - k).clamp(max=9)
+    ),
     # Whole tiles are hidden by numbers.
     "hidden_by_numbers": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where(q - k < 64, s, -1e30)),
     "hidden_by_smaller_numbers": Attention(None, lambda *_: lambda s, b, h, q, k: torch.where(k - q < 64, s, -1e10)),
@@ -221,6 +226,18 @@ def test_a_kernel_that_does_not_build_is_replaced(monkeypatch):
     assert found == ["flex_forward.py.jinja"]
     (decision,) = [d for d in decisions if d.pass_name == "gluon"]
     assert decision.path == "Triton" and "no such op" in decision.why
+
+
+def test_the_reason_is_kept_and_nothing_is_printed(caplog):
+    """Inductor logs the source of a kernel that does not build, with all that Triton says about it."""
+
+    def precompile():
+        logging.getLogger("torch._inductor.runtime.triton_heuristics").error("Triton compilation failed")
+        raise ValueError("at 3:4:\nno such op")
+
+    source, layout = mock.Mock(module_cache_key="no source"), mock.Mock(device=torch.device("cuda"))
+    choice = mock.Mock(bmreq=source, layout=layout, precompile=precompile)
+    assert build_failure(choice) == "ValueError: no such op" and not caplog.records
 
 
 SHAPES = {
