@@ -44,6 +44,8 @@ def cases() -> Iterator[tuple[str, int, str | None]]:
 
 def measure(name: str, dim: int, mask: str | None) -> list[dict[str, Any]]:
     """A row for each peer: wall clock and GPU time of a forward and of a backward, in milliseconds."""
+    # Without it the sizes that differ from those of the case before would be dynamic.
+    torch._dynamo.reset()
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     tables, score_mod = CASES[name]
     learned = [torch.randn(t, **options) for t in tables(*SHAPE)]
