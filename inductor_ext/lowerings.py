@@ -14,7 +14,7 @@ import torch
 from .attention import backward, forward, gluon_forward
 from .core import depend  # noqa: F401  (registers gradfuse::depend)
 from .core.kernel_op import KernelOp
-from .gathers import entry_sums, gather_sum, place_rows, segment_sum
+from .gathers import counted_order, entry_sums, gather_sum, place_rows, segment_sum
 from .mlstm import lowering as mlstm
 from .options import Options
 from .scan import lower_associative, lower_backward, lower_forward, lower_linear, store_flipped
@@ -66,6 +66,7 @@ KERNELS: tuple[KernelOp, ...] = (
     lower_forward.KERNEL,
     lower_backward.KERNEL,
     gather_sum.KERNEL,
+    counted_order.KERNEL,
     segment_sum.KERNEL,
     entry_sums.KERNEL,
     entry_sums.BINS,

@@ -24,7 +24,14 @@ from inductor_ext.gathers.row_sums import bin_sums
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
 from tests.mlstm.test_compiled import emitted
 from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
-from tests.support.emitted import bin_sums_kernel, entry_sums_kernel, kernels_of, segment_kernels, triton_sources
+from tests.support.emitted import (
+    bin_sums_kernel,
+    counting_kernels,
+    entry_sums_kernel,
+    kernels_of,
+    segment_kernels,
+    triton_sources,
+)
 from tests.support.interpreter import triton_on_cpu
 from tests.support.offline import Builder
 from tests.support.targets import on_target
@@ -319,6 +326,12 @@ def test_sorted_segments_build_without_spills(arch, builder):
 )
 def test_sums_of_entries_build_without_spills(heads, entries, parts, warps, arch, builder):
     builder.build(entry_sums_kernel(heads, entries, parts), arch, warps, 3).check()
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+def test_sorts_by_counting_build_without_spills(arch, builder):
+    for source, num_warps in counting_kernels().values():
+        builder.build(source, arch, num_warps, 1).check()
 
 
 @pytest.mark.breadth(0)

@@ -60,6 +60,7 @@ STAGES = (
                 "scan_forward",
                 "scan_backward",
                 "gather_sum",
+                "counted_order",
                 "segment_sum",
                 "entry_sums",
                 "bin_sums",

@@ -33,6 +33,22 @@ def _(values: Tensor, indices: Tensor | None, rows: int, times: int, strided: bo
     return values.new_empty((rows, *values.shape[1:]), dtype=working_dtype(values.dtype))
 
 
+@torch.library.custom_op("gradfuse::counted_order", mutates_args=())
+def counted_order(keys: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Sort keys by counting how often each of them occurs, without changing the order of equal ones.
+
+    keys is [N], integers from -2 to rows - 1. Returns the order [N] (int64), so that ``keys[order]`` ascends, and the sorted
+    keys [N] (int32).
+    """
+    ascending, order = keys.sort(stable=True)
+    return order, ascending.to(torch.int32)
+
+
+@counted_order.register_fake
+def _(keys: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty(keys.shape, dtype=torch.int32)
+
+
 @torch.library.custom_op("gradfuse::segment_sum", mutates_args=())
 def segment_sum(values: Tensor, order: Tensor, keys: Tensor, offset: int, rows: int, dtype: torch.dtype) -> Tensor:
     """A scatter-add by a sorted index into ``rows`` rows of zeros.

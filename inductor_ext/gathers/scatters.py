@@ -34,6 +34,7 @@ from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import guarded_true, size_hint
+from .counted_order import suits
 from .crowded import add_by_entry
 from .entry_sums import MOST_ENTRIES
 from .inverses import inverse
@@ -257,14 +258,20 @@ class _Rewriter:
         shape = tuple(value_of(found.base).shape[found.dim : found.dim + len(found.indexed)])
         known = (found.indexed, str(shape), found.keep, left_out)
         if known not in self._sorted:
-            call = self.build.call
-            keys = self._keys(found, left_out)
-            dtype, offset = _narrowest(math.prod(shape) if all(isinstance(n, int) for n in shape) else None)
-            if offset:
-                keys = call(aten.sub.Tensor, keys, offset)
-            both = call(aten.sort.stable, self.build.convert(keys, dtype), stable=True, dim=0, descending=False)
-            self._sorted[known] = call(operator.getitem, both, 1), call(operator.getitem, both, 0), offset
+            self._sorted[known] = self._ascending(self._keys(found, left_out), math.prod(shape))
         return self._sorted[known]
+
+    def _ascending(self, keys: Node, rows: Any) -> tuple[Node, Node, int]:
+        """Sort keys below ``rows`` as ``_sort`` does: by counting, or by PyTorch's sort, a pass for each byte of a key."""
+        call = self.build.call
+        if suits(value_of(keys).shape[0], rows):
+            both = call(gradfuse.counted_order.default, self.build.convert(keys, torch.int32), rows)
+            return call(operator.getitem, both, 0), call(operator.getitem, both, 1), 0
+        dtype, offset = _narrowest(rows if isinstance(rows, int) else None)
+        if offset:
+            keys = call(aten.sub.Tensor, keys, offset)
+        both = call(aten.sort.stable, self.build.convert(keys, dtype), stable=True, dim=0, descending=False)
+        return call(operator.getitem, both, 1), call(operator.getitem, both, 0), offset
 
     def _keys(self, found: ScatterAdd, left_out: Node | None) -> Node:
         """The row of every value: [N], int64, -2 if the index is out of bounds, -1 if the value is left out.

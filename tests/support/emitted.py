@@ -1,9 +1,12 @@
 """Get at the Triton source that a compiled function emits, normalised so that it reads the same on every torch."""
 
 import ast
+import contextlib
 import re
+from unittest import mock
 
 import torch
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
 from .interpreter import triton_on_cpu
@@ -38,6 +41,28 @@ def segment_kernels(width=2048):
         _, (code,) = run_and_get_code(run, torch.randn(200, width).bfloat16())
     kernels = [k for k in kernels_of(code) if "CHUNK" in k]
     return [(k, int(re.search(r"num_warps=(\d+)", k).group(1))) for k in kernels]
+
+
+def counting_kernels(count=65536, rows=50257):
+    """The three kernels of counted_order by name, each with its number of warps."""
+    from inductor_ext.gathers.row_sums import counted_order
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda k: counted_order(k, rows), backend="gradfuse", dynamic=False)
+    codes = []
+
+    def save(code):
+        """Keep the code, and stop: the interpreter would take seconds for so many keys."""
+        codes.append(code)
+        raise RuntimeError("the code is known")
+
+    with triton_on_cpu(), mock.patch.object(GraphLowering, "save_output_code", save), contextlib.suppress(Exception):
+        run(torch.zeros(count, dtype=torch.int32))
+    own = {"key_counts": "BLOCK_COLUMNS", "key_starts": "BLOCK_P", "key_places": "TILES"}
+    kernels = {
+        name: next(k for code in codes for k in kernels_of(code) if f"{option} :" in k) for name, option in own.items()
+    }
+    return {name: (k, int(re.search(r"num_warps=(\d+)", k).group(1))) for name, k in kernels.items()}
 
 
 def entry_sums_kernel(heads=32, entries=512, parts=2):
