@@ -49,7 +49,7 @@ from .canonical import detach_frozen, drop_unused, install, needs_grad
 from .columns import Columns, Product, product
 from .descriptor import described
 from .expressions import expression
-from .footprints import Footprint, footprints, inexact_integers, join_all, names
+from .footprints import Footprint, footprints, inexact_integers, join_all, names, polynomials
 from .functional import impurity
 from .kinds import NONE
 from .no_mask import hides_nothing
@@ -115,6 +115,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordin
         hypothetical=restarts.lookups,
         row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
         shifts=relative_shifts(graph, known, extents),
+        polynomials=polynomials(graph, extents),
     )
     hoist = _Hoist(graph, known, list(captured), tables, ordinary, [("distances", text) for text in restarts.done])
     with gm.graph.inserting_before(node):

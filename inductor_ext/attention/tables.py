@@ -6,17 +6,19 @@ score_mod's graph. All tables are fp32 (fp64 for fp64), so that autograd accumul
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import fake_tensor, indices_of, value_of, working_dtype
+from ..core.fx import cone, dtype_of, fake_tensor, indices_of, value_of, working_dtype
 from . import stored  # noqa: F401  (registers gradfuse::stored)
 from .canonical import placeholders
 from .footprints import Footprint
@@ -25,6 +27,7 @@ from .kinds.base import arithmetic
 from .reductions import depends_on_position, factors, summed
 from .score_mod import ScoreMod
 from .shifts import Shift, shifted
+from .table_slices import as_slices
 
 
 @dataclass
@@ -36,8 +39,9 @@ class Tables:
     inexact: the nodes of ``inner`` that wrap or round integers. masked: a mask may hide positions whose index is out of
     range, so lookups must not assert.
     hypothetical: reads whose value counts under a condition only, so that their index may be out of range elsewhere.
-    row_lookups, shifts: see row_lookups.py and shifts.py. operands: the tables, which the score_mod captures in addition to
-    ``captured``. kinds: the kinds of these tables.
+    row_lookups, shifts: see row_lookups.py and shifts.py.
+    polynomials: the nodes of ``inner`` that are polynomials in b, h, q and k.
+    operands: the tables, which the score_mod captures in addition to ``captured``. kinds: the kinds of these tables.
     """
 
     outer: Inserter
@@ -50,6 +54,7 @@ class Tables:
     hypothetical: set[Node] = field(default_factory=set)
     row_lookups: dict[Node, bool] = field(default_factory=dict)
     shifts: dict[Node, Shift] = field(default_factory=dict)
+    polynomials: dict[Node, sympy.Expr] = field(default_factory=dict)
     operands: list[Node] = field(default_factory=list)
     kinds: dict[Node, FootprintKind] = field(default_factory=dict)
     _made: dict[Any, Node] = field(default_factory=dict)
@@ -90,7 +95,7 @@ class Tables:
             ((_, node),) = group
             total, dtype, group = self._shifted(node, grid), fake_tensor(node).dtype, []
         for sign, node in group:
-            value = self._outside(node, grid, {})
+            value = self._outside(node, grid, self._slices(node, footprint))
             if total is None:
                 total = value if sign > 0 else self.outer.function(operator.neg, value)
             else:
@@ -183,6 +188,20 @@ class Tables:
                 copied = self.outer.function(torch.ops.gradfuse.stored.default, copied)
             done[node] = copied if node.all_input_nodes else self._one_element(copied)
         return done[node]
+
+    def _slices(self, node: Node, footprint: Footprint) -> dict[Node, Any]:
+        """Return the reads of captured tensors in the cone of a node that are slices on the grid of the footprint."""
+        sizes = fake_tensor(self.query).shape
+        lengths = (*sizes[:3], fake_tensor(self.key).shape[2])
+        known = {i: x for i, x in self.polynomials.items() if dtype_of(i) in (torch.int32, torch.int64)}
+        found = {}
+        for read in cone(node):
+            if read.target is operator.getitem and read.args[0] in self.captured and read not in self.row_lookups:
+                table = read.args[0]
+                indices = [i if type(i) is int else known.get(i) for i in indices_of(read)]
+                made = functools.partial(self._in_working_dtype, table)
+                found[read] = as_slices(self.outer, made, fake_tensor(table).shape, indices, footprint, lengths)
+        return {read: slices for read, slices in found.items() if slices is not None}
 
     def _looked_up_in_rows(self, node: Node, grid: tuple[Any, ...], done: dict[Node, Any]) -> Node:
         """Insert a lookup in rows as a gather. The rows are those of the query, or of the key, which are then columns."""

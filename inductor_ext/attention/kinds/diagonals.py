@@ -114,6 +114,10 @@ class _Diagonal(VectorKind):
         """There is one element for each distance."""
         return queries + keys - 1
 
+    def first(self, queries: int) -> int:
+        """Return the least of the values of ``alike``. Those below 0 are at the end of a table."""
+        raise NotImplementedError
+
     def strip_columns(self, queries: int, keys: int) -> int:
         """Return the length of a strip's rows."""
         return strip_shape(queries, keys)[1]
@@ -137,6 +141,10 @@ class Diagonal(_Diagonal):
     def alike(self, q: Any, k: Any) -> Any:
         """Return the distance."""
         return k - q
+
+    def first(self, queries: int) -> int:
+        """Return the distance of the first key and the last query."""
+        return 1 - queries
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
         """Return query 0 for distances that are not negative, and key 0 for negative distances."""
@@ -179,6 +187,10 @@ class Antidiagonal(_Diagonal):
     def alike(self, q: Any, k: Any) -> Any:
         """Return the sum of both positions."""
         return k + q
+
+    def first(self, queries: int) -> int:
+        """Return the least sum."""
+        return 0
 
     def coordinates(self, outer: Inserter, axes: Sequence[Node], queries: Any, keys: Any) -> tuple[Any, Any]:
         """Return the largest query that is possible, and the key that remains of the sum."""
