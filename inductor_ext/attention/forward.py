@@ -21,7 +21,7 @@ from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
 from ..torch_api.template import Template, autotune, keep_alone
-from . import common, gluon_forward, kernel_dropout, score_graphs
+from . import common, gluon_forward, kernel_dropout, score_factors, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining, LoweredScore
 from .max_autotune import timed
@@ -72,7 +72,8 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     query, device, dtype = call.query, call.query.get_device(), call.query.get_dtype()
     batch, heads, length, _ = query.get_size()
 
-    score_graph, mask_graph = call.score_mod.graph_module, call.mask.mask_mod.graph_module
+    with_scale = score_factors.with_scale(call.score_mod.graph_module, call.scale)
+    score_graph, mask_graph = with_scale or call.score_mod.graph_module, call.mask.mask_mod.graph_module
     tables = tile_tables(score_graph, call.kernel_options, call.captured, lengths(node))
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     score = inlining.score(score_graph)
@@ -90,6 +91,7 @@ def _lower(call: ForwardCall, options: Options) -> tuple[Any, Any, Any]:
     template_options = common.template_options(call) | mask.options() | kernel_dropout.template_options(call)
     seeds = realize([kernel_dropout.seed_of(call)]) if template_options["DROPOUT"] else []
     template_options["IDENTITY_SCORE_MOD"] = score_graphs.is_identity(score_graph) and call.scale > 0
+    template_options["SCORE_MOD_SCALES"] = with_scale is not None
     template_options["TRIVIAL_MASK_MOD"] = score_graphs.is_always_true(mask_graph)
     template_options["WIDE_INDEX"] = score_graphs.is_wide([*call.captured, *call.mask_captured])
     template_options.update(tables.options() | inlining.options() | score.options())
