@@ -1,6 +1,6 @@
 """Lowering of ``gradfuse::counted_order`` onto ``key_counts.py.jinja``, ``key_starts.py.jinja`` and ``key_places.py.jinja``.
 
-PyTorch's sort of 65536 keys has eleven launches, and this one three.
+PyTorch's sort of 65536 keys has eleven launches (nine of kernels, and copies), and this one three.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from ..torch_api.lowering import empty_strided
 from ..torch_api.template import SymbolicGridFn, Template
 from .row_sums import counted_order as op
 
-#: The keys of a program, of which there should be so many, and the tiles of columns and of blocks of the second kernel.
-BLOCKS, PROGRAMS = (256, 512, 1024), 64
-BLOCK_T = BLOCK_P = 64
-#: How many columns a program of the first kernel sets to 0 at a time.
+#: The name that ``disable`` takes.
+NAME = "counted_order"
+#: The keys of a block: the fewest of these with which there are at most so many blocks, or the most.
+BLOCKS, FEW_BLOCKS = (256, 512, 1024), 64
+#: A program of the first kernel sets so many columns to 0 at a time.
 BLOCK_COLUMNS = 2048
-#: The keys of a program of the third kernel, and how many others it loads before it compares them. Four such programs for
-#: each block of keys compare as much as one would, on four times as many multiprocessors.
-BLOCK_OWN, UNROLL = 256, 16
-#: The fewest keys (PyTorch sorts fewer in few launches), the most rows (the last kernel adds the tiles before each one), and
-#: the most bytes of counts.
-FEWEST, MOST_ROWS, MOST_BYTES = 4096, 4096 * BLOCK_T - 2, 2**25
+#: A program of the second kernel handles so many columns, and so many blocks at a time.
+BLOCK_T = BLOCK_P = 64
+#: A program of the third kernel handles so many keys, and loads so many others before it compares them. Four such programs
+#: for each block of keys compare as much as one would, on four times as many multiprocessors.
+BLOCK_OWN, UNROLL = 256, 32
+#: PyTorch sorts up to 4096 keys in one block. With more than MOST keys the comparisons take longer than a radix sort.
+FEWEST, MOST = 4097, 2**17
+#: The last kernel adds all tiles of columns before each one, and the counts take memory: bytes.
+MOST_ROWS, MOST_BYTES = 4096 * BLOCK_T - 2, 2**25
 
 
 @SymbolicGridFn
@@ -44,7 +48,9 @@ _places = Template("gradfuse_key_places", _grid, load("gathers/key_places"))
 
 def suits(count: Any, rows: Any) -> bool:
     """Whether to sort so many keys of so many rows by counting. PyTorch sorts dynamic numbers of them."""
-    if not all(isinstance(n, (int, sympy.Integer)) for n in (count, rows)) or count < FEWEST or rows > MOST_ROWS:
+    if not all(isinstance(n, (int, sympy.Integer)) for n in (count, rows)):
+        return False
+    if not FEWEST <= count <= MOST or rows > MOST_ROWS:
         return False
     return -(-count // _block(count)) * (rows + 2) * torch.int32.itemsize <= MOST_BYTES
 
@@ -58,7 +64,7 @@ def unsupported(keys: Any, rows: Any) -> str | None:
 
 
 def _block(count: int) -> int:
-    return next((n for n in BLOCKS if n * PROGRAMS >= count), BLOCKS[-1])
+    return next((n for n in BLOCKS if n * FEW_BLOCKS >= count), BLOCKS[-1])
 
 
 def lower(keys: Any, rows: int) -> tuple[Any, Any]:
@@ -87,6 +93,4 @@ def lower(keys: Any, rows: int) -> tuple[Any, Any]:
     return order, ascending
 
 
-KERNEL = KernelOp(
-    "counted_order", "sorts an index by counting: three launches, whatever its values are", op, lower, unsupported
-)
+KERNEL = KernelOp(NAME, "sorts an index by counting: three launches, whatever its values are", op, lower, unsupported)

@@ -34,7 +34,7 @@ from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
 from ..torch_api.sizes import guarded_true, size_hint
-from .counted_order import suits
+from . import counted_order
 from .crowded import add_by_entry
 from .entry_sums import MOST_ENTRIES
 from .inverses import inverse
@@ -64,7 +64,7 @@ _Found = tuple[Node, str, str]
 
 def rewrite(build: Builder, options: Options) -> None:
     """Rewrite, in place, every scatter-add of a joint graph (or of an inference graph)."""
-    rewriter = _Rewriter(build, options.deterministic)
+    rewriter = _Rewriter(build, options)
     for node in list(build.graph.nodes):
         binned = match_binned(node)
         if binned is not None and rewriter.worth_binning(binned):
@@ -86,10 +86,11 @@ _SAME_OP_IN_FP32 = (aten.scatter_add.default, aten.scatter_reduce.two)
 class _Rewriter:
     """Rewrites one graph. ``rounded`` maps each node that is an fp32 sum rounded to half precision to that sum."""
 
-    def __init__(self, build: Builder, deterministic: bool) -> None:
+    def __init__(self, build: Builder, options: Options) -> None:
         self.graph = build.graph
         self.build = build
-        self.deterministic = deterministic
+        self.deterministic = options.deterministic
+        self.counts = options.enabled(counted_order.NAME)
         self.rounded: dict[Node, Node] = {}
         self._sorted: dict[Any, tuple[Node, Node, int]] = {}
 
@@ -264,7 +265,7 @@ class _Rewriter:
     def _ascending(self, keys: Node, rows: Any) -> tuple[Node, Node, int]:
         """Sort keys below ``rows`` as ``_sort`` does: by counting, or by PyTorch's sort, a pass for each byte of a key."""
         call = self.build.call
-        if suits(value_of(keys).shape[0], rows):
+        if self.counts and counted_order.suits(value_of(keys).shape[0], rows):
             both = call(gradfuse.counted_order.default, self.build.convert(keys, torch.int32), rows)
             return call(operator.getitem, both, 0), call(operator.getitem, both, 1), 0
         dtype, offset = _narrowest(rows if isinstance(rows, int) else None)
