@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,13 +81,20 @@ def build_failure(choice: Any) -> str | None:
 
 @contextlib.contextmanager
 def _without_errors_in_the_log() -> Iterator[None]:
-    """Keep Inductor from printing a kernel that does not build and all of Triton's errors: the caller reports the reason."""
-    log = logging.getLogger("torch._inductor.runtime.triton_heuristics")
-    before, log.disabled = log.disabled, True
+    """Keep Inductor from printing a kernel that does not build and all of Triton's errors: the caller reports the reason.
+
+    Other threads, which may compile at the same time, print theirs.
+    """
+    log, thread = logging.getLogger("torch._inductor.runtime.triton_heuristics"), threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(of_others)
     try:
         yield
     finally:
-        log.disabled = before
+        log.removeFilter(of_others)
 
 
 def keep_alone(output: Any) -> None:
