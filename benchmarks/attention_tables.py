@@ -84,6 +84,25 @@ def hopper_table() -> str:
     )
 
 
+def cudnn_table() -> str:
+    """Both kernels beside stock's and cuDNN's, and what a bias adds to ours."""
+    result = load("cudnn")
+    rows = pd.DataFrame(result["rows"])
+    times = ["forward_ms", "backward_ms"]
+    plain = rows[(rows.case == "none") & rows["mask"].isna() & (rows.peer == "gradfuse")].set_index("dim")[times]
+    ratios = rows[times] / plain.loc[rows.dim].to_numpy()
+    rows["mask"] = rows["mask"].fillna("")
+    rows["times"] = rows[times].map("{:.3f}".format).agg(" / ".join, axis=1)
+    rows["ratio"] = ratios.map("{:.2f}×".format).agg(" / ".join, axis=1).where(rows.case != "none")
+    wide = by_peer(rows, ["case", "dim", "mask"], ["times", "ratio"])
+    columns = [("times", "stock"), ("times", "gradfuse"), ("times", "cudnn"), ("ratio", "gradfuse")]
+    note = "2 × 16 × 4096 in bf16, forward / backward, milliseconds by wall clock; last, over the time without a bias."
+    return f"{provenance(result)} {note}\n\n" + markdown(
+        "score_mod | D | mask | stock | gradfuse | cuDNN | over no bias",
+        wide.reindex(columns=columns).reset_index().to_numpy(),
+    )
+
+
 def dropout_table() -> str:
     """Dropout in the kernels."""
     result = load("dropout")

@@ -22,7 +22,15 @@ from inductor_ext.options import Options
 from inductor_ext.registry import NAMES
 
 from . import plots
-from .attention_tables import biases_table, dropout_table, flex_cpu_table, flex_sweep_table, flex_table, hopper_table
+from .attention_tables import (
+    biases_table,
+    cudnn_table,
+    dropout_table,
+    flex_cpu_table,
+    flex_sweep_table,
+    flex_table,
+    hopper_table,
+)
 from .composition import composition_table, one_process_table, scaling_table, several_gpus_table
 from .costs import compile_time_table, launches_table
 from .rows import BUSY, BYTES_PER_MS, ERRORS, MEDIANS, STEP, by_peer, load, markdown, measured, provenance
@@ -276,6 +284,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compile_time": compile_time_table,
     "launches": launches_table,
     "hopper": hopper_table,
+    "cudnn": cudnn_table,
     "dropout": dropout_table,
     "flex_cpu": flex_cpu_table,
     "mlstm_cpu": mlstm_cpu_table,

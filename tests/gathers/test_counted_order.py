@@ -58,7 +58,7 @@ def test_order(count, rows, device, any_number):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count, rows", [(65536, 50257), (4097, 128256), (20000, 7), (2**17, 2000)])
+@pytest.mark.parametrize("count, rows", [(65536, 50257), (4097, 128256), (20000, 7), (2**16, 2000)])
 def test_order_of_vocabularies(count, rows):
     assert lowering.suits(count, rows)
     run = counted(rows)
@@ -69,9 +69,9 @@ def test_order_of_vocabularies(count, rows):
 
 
 def test_which_numbers_suit():
-    assert lowering.suits(65536, 50257) and lowering.suits(4097, lowering.MOST_ROWS) and lowering.suits(2**17, 2000)
+    assert lowering.suits(65536, 50257) and lowering.suits(4097, lowering.MOST_ROWS) and lowering.suits(2**16, 2000)
     assert not lowering.suits(4096, 64) and not lowering.suits(4097, lowering.MOST_ROWS + 1)
-    assert not lowering.suits(2**17, 128256) and not lowering.suits(2**17 + 1, 2000)
+    assert not lowering.suits(2**16, 160000) and not lowering.suits(2**16 + 1, 2000)
 
 
 @pytest.mark.parametrize("device", DEVICES)
