@@ -103,7 +103,7 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordin
         with gm.graph.inserting_before(node):
             restarts = separate_distances(graph, call, mask_mod if masked else None, outer, LARGEST_PAIR_TABLE)
     captured = [*call.captured, *restarts.operands]
-    known = footprints(graph, extents)
+    known, sums = footprints(graph, extents), polynomials(graph, extents)
     tables = Tables(
         outer,
         graph,
@@ -114,8 +114,8 @@ def _rewrite_node(gm: GraphModule, node: Node, options: Options, ordinary: Ordin
         masked,
         hypothetical=restarts.lookups,
         row_lookups=row_lookups(graph, known, extents) if all(map(options.enabled, _LOOKUP_GRADIENTS)) else {},
-        shifts=relative_shifts(graph, known, extents),
-        polynomials=polynomials(graph, extents),
+        shifts=relative_shifts(graph, known, sums, extents),
+        polynomials=sums,
     )
     hoist = _Hoist(graph, known, list(captured), tables, ordinary, [("distances", text) for text in restarts.done])
     with gm.graph.inserting_before(node):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..core.fx import cone
+from ..core.fx import cone, dtype_of
 from .bounds import call
 from .score_mod import ScoreMod, output_nodes, returning
 
@@ -40,9 +40,11 @@ def _product(inputs: ScoreMod) -> Node | None:
     if user.target is aten.div.Tensor and user.args[0] is not inputs.score:
         return None
     factor = _other(user, inputs.score)
-    if isinstance(factor, Node) and (inputs.score in cone(factor) or {inputs.q, inputs.k} <= set(cone(factor))):
-        return None
-    return user
+    if not isinstance(factor, Node):
+        return user
+    # A product with a float64 factor is in float64, whose range is larger.
+    for_pairs = {inputs.q, inputs.k} <= set(cone(factor))
+    return None if for_pairs or inputs.score in cone(factor) or dtype_of(factor) is torch.float64 else user
 
 
 def _other(product: Node, score: Node) -> Any:

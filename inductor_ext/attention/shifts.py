@@ -23,7 +23,7 @@ from ..core.dynamo_graph import Inserter
 from ..core.fx import fake_tensor, indices_of
 from ..core.kernels import LARGEST_TILE
 from ..core.target import TMA_ALIGNMENT, Target
-from .footprints import Footprint, polynomials
+from .footprints import Footprint
 from .kinds import K, Q
 from .row_lookups import lookups_in_rows
 
@@ -66,15 +66,16 @@ class Shift:
         return lowest >= 0 and highest < self.width and self.columns <= self.stride
 
 
-def relative_shifts(graph: Graph, footprints: dict[Node, Footprint], extents: Sequence[Any]) -> dict[Node, Shift]:
+def relative_shifts(
+    graph: Graph, footprints: dict[Node, Footprint], sums: dict[Node, sympy.Expr], extents: Sequence[Any]
+) -> dict[Node, Shift]:
     """Return the relative shifts among the nodes of a score_mod's graph of which a table should be made.
 
-    extents: the numbers of values of b, h, q and k.
+    sums: the nodes that are polynomials in b, h, q and k. extents: the numbers of values of these.
     """
     if not all(isinstance(n, int) for n in extents):
         return {}
     lookups = lookups_in_rows(graph, footprints, extents)
-    sums = polynomials(graph, extents) if lookups else {}
     found = {node: _shift(node, by_key, sums, extents) for node, by_key in lookups.items()}
     # The keys of a tile are in ascending order for every other table.
     alone = sum(node.target is operator.getitem for node in graph.nodes) == 1

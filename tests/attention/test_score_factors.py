@@ -31,6 +31,7 @@ LEFT = {
     "the score twice": lambda s, b, h, q, k, t: s * t[h] + s,
     "a factor behind something else": lambda s, b, h, q, k, t: (s + t[q]) * t[h],
     "rounded down": lambda s, b, h, q, k, t: torch.div(s, t[h], rounding_mode="floor"),
+    "in float64": lambda s, b, h, q, k, t: s * t[h].double() / t[q].double(),
     "without the score": lambda s, b, h, q, k, t: t[q] * t[k],
 }
 
