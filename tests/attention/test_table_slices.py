@@ -56,10 +56,6 @@ INDICES = {
         lambda Q, K: (HEADS, 11, 3),
         lambda t, Q, K: lambda s, b, h, q, k: s + t[h, q // 2 - k // 2 + 5, q % 2 - k % 2 + 1],
     ),
-    "the head, which cancels": (
-        lambda Q, K: (HEADS, Q + K),
-        lambda t, Q, K: lambda s, b, h, q, k: s + t[0, ((t[h, q - k + K] * 0).long() + q - k).abs()],
-    ),
     "a captured offset": (
         lambda Q, K: (HEADS, Q + K),
         lambda t, Q, K: lambda s, b, h, q, k: s + t[h, q - k + torch.full((), K)],
@@ -116,6 +112,18 @@ def positions(q, k, t, u):
     """Transformer-XL's bias of positions alone, an inner product for each distance."""
     score_mod = lambda s, b, h, i, j: s + (u[h] * t[i - j + k.shape[2]]).sum(-1)  # noqa: E731
     return flex_attention(q, k, k, score_mod=score_mod)
+
+
+def test_a_head_that_cancels_is_no_axis_of_the_table():
+    q, k = (torch.randn(BATCH, HEADS, n, 8, requires_grad=True) for n in (6, 7))
+    t, numbers = torch.randn(13, requires_grad=True), torch.ones(HEADS, 13, dtype=torch.int64)
+    score_mod = lambda t, Q, K: lambda s, b, h, i, j: s + t[(numbers[h, i - j + K] * 0 + i - j).abs()]  # noqa: E731
+    with eager_graphs():
+        out = torch.compile(attention, backend="gradfuse", fullgraph=True, dynamic=False)(score_mod, t, q, k)
+        (grad,) = torch.autograd.grad(out.sum(), t)
+    bias = t[(torch.arange(6)[:, None] - torch.arange(7)).abs()]
+    (want,) = torch.autograd.grad(((q @ k.mT / 8**0.5 + bias).softmax(-1) @ k).sum(), t)
+    assert relative_error(grad, want) < 1e-5
 
 
 def test_rows_are_not_slices():
