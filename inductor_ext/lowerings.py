@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .attention import backward, forward, gluon_forward
+from .casts import together
 from .core import depend  # noqa: F401  (registers gradfuse::depend)
 from .core.kernel_op import KernelOp
 from .gathers import counted_order, entry_sums, gather_sum, place_rows, segment_sum
@@ -71,6 +72,7 @@ KERNELS: tuple[KernelOp, ...] = (
     entry_sums.KERNEL,
     entry_sums.BINS,
     place_rows.KERNEL,
+    together.KERNEL,
 )
 
 

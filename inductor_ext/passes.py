@@ -20,6 +20,7 @@ from .attention import canonical, hoisting, kernel_dropout, layouts, no_mask
 from .attention import cpu as dense_attention
 from .attention.recognition import rewrite as recognition
 from .casts import rewrite as casts
+from .casts import together
 from .core import equal_graphs, joint_graph
 from .core.dynamo_graph import graphs_in
 from .core.pass_ import Pass
@@ -135,6 +136,12 @@ ORDER: tuple[Pass, ...] = (
         "post_aot",
         "computes the part of the op mlstm that is quadratic in the length by fused kernels, on a CPU by blocked dense math",
         lambda gm, options: dense_mlstm.rewrite(gm, options),
+    ),
+    Pass(
+        "casts_together",
+        "post_aot",
+        "casts the weights that matmuls and convolutions of a graph read in half precision by few kernels, on a GPU",
+        lambda gm, options: together.rewrite(gm, options),
     ),
 )
 

@@ -48,7 +48,7 @@ STAGES = (
     Stage("Inductor", "its own passes over the joint graph", False),
     Stage('Stage "partition"', "the same graph, before it is partitioned", True, ("no_mask",)),
     Stage("AOTAutograd", "partitions it into a forward and a backward graph", False),
-    Stage('Stage "post_aot"', "forms for the CPU", True, ("dense_attention", "mlstm")),
+    Stage('Stage "post_aot"', "forms for the CPU, groups of casts", True, ("dense_attention", "mlstm", "casts_together")),
     Stage(
         "Inductor lowering, with our entries",
         "FX node to Inductor IR; one template for each kernel",

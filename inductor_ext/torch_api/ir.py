@@ -26,6 +26,17 @@ def full(size: Sequence[Any], value: float, dtype: torch.dtype, device: torch.de
     return _contiguous(lowerings[torch.ops.aten.full](list(size), value, dtype=dtype, device=device))
 
 
+def one_kernel(boxes: Sequence[Any]) -> Sequence[Any]:
+    """Realize new tensors of one device, none of which reads another, so that one kernel with a part for each computes them.
+
+    Returns the tensors. It is how Inductor lowers ``torch._foreach_add``.
+    """
+    for box in boxes:
+        box.realize()
+    V.graph.register_operation_list([box.get_operation_name() for box in boxes])
+    return boxes
+
+
 def zeros_beside(x: Any, dtype: torch.dtype) -> Any:
     """Make contiguous zeros of the shape of ``x``, as ``full`` does, in the kernel that reads ``x`` anyway, if there is one.
 

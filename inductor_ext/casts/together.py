@@ -1,0 +1,127 @@
+"""Casts the weights of a graph to half precision in groups, with one kernel for each group.
+
+Under autocast a forward casts each weight and each bias for the matmul that reads it. Inductor cannot fuse a cast into a
+matmul of cuBLAS or into a convolution, so each is a kernel of its own, and half of the kernels of Swin's forward are such
+casts. Most take less time on the GPU than a launch takes on the host. A group is one launch. It changes no bit.
+
+    convert_element_type(w, bf16), ...       cast_all([w, ...], bf16)[i], ...
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ..core.fx import HALF, VIEWS, cast_of, fake_tensor
+from ..core.kernel_op import KernelOp
+from ..core.purity import written
+from ..core.report import record, user_line
+from ..core.target import Target
+from ..options import Options
+from ..torch_api.config import inductor_config
+from ..torch_api.ir import one_kernel
+from ..torch_api.lowering import lowerings
+
+NAME = "casts_together"
+
+aten = torch.ops.aten
+
+#: The most casts of a group (a kernel's code has a branch for each), and the most elements of a group: memory for the casts
+#: of a group is taken before its first cast is read, and this is 32 MB.
+MOST_CASTS, MOST_ELEMENTS = 32, 2**24
+#: A tensor with more elements takes the GPU longer than a launch takes the host.
+MOST_OF_ONE = 2**22
+
+#: Ops whose kernels read their operands from memory, so that a cast is stored for them.
+_READS_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
+_READS_MEMORY |= {aten.mm.dtype, aten.bmm.dtype}
+
+
+@torch.library.custom_op("gradfuse::cast_all", mutates_args=())
+def cast_all(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each of the tensors ``xs``, of any shapes and another dtype, in ``dtype``."""
+    return [x.to(dtype) for x in xs]
+
+
+@cast_all.register_fake
+def _(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=dtype) for x in xs]
+
+
+def _lower(xs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Lower ``cast_all``."""
+    return one_kernel([lowerings[torch.ops.prims.convert_element_type.default](x, dtype) for x in xs])
+
+
+KERNEL = KernelOp(NAME, "casts a list of tensors in one kernel", cast_all, _lower)
+
+
+def rewrite(gm: GraphModule, options: Options) -> None:
+    """Group the casts of a forward or backward graph, in place. Another run changes nothing."""
+    # The templates of these modes fuse a cast into the matmul that reads it.
+    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+        return
+    for casts in _groups(gm.graph):
+        if len(casts) > 1:
+            _cast_at_once(gm.graph, casts)
+
+
+def _groups(graph: Graph) -> list[list[Node]]:
+    """Return the casts that may be done together, in the order of the graph."""
+    groups: list[list[Node]] = []
+    open_groups: dict[Any, list[Node]] = {}
+    elements: dict[Any, int] = defaultdict(int)
+    changed = written(graph)
+    for node in graph.nodes:
+        if not _is_alone(node) or cast_of(node) in changed:
+            continue
+        value = node.meta["val"]
+        key, size = (value.device, value.dtype), value.numel()
+        group = open_groups.get(key)
+        if group is None or len(group) == MOST_CASTS or elements[key] + size > MOST_ELEMENTS:
+            group, elements[key] = [], 0
+            open_groups[key] = group
+            groups.append(group)
+        group.append(node)
+        elements[key] += size
+    return groups
+
+
+def _is_alone(node: Node) -> bool:
+    """Return whether a node is a cast of an input to half precision for which Inductor would make a kernel of its own."""
+    source, value = cast_of(node), fake_tensor(node)
+    if source is None or source.op != "placeholder" or value is None or value.dtype not in HALF:
+        return False
+    is_static = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+    if not is_static or not 0 < value.numel() <= MOST_OF_ONE:
+        return False
+    return Target.of(value.device).triton and _is_stored(node)
+
+
+def _is_stored(node: Node) -> bool:
+    """Return whether nothing but matmuls, convolutions and the caller of the graph reads a tensor or a view of it."""
+    return bool(node.users) and all(
+        user.op == "output" or user.target in _READS_MEMORY or (user.target in VIEWS and _is_stored(user))
+        for user in node.users
+    )
+
+
+def _cast_at_once(graph: Graph, casts: Sequence[Node]) -> None:
+    """Replace casts by one ``cast_all``, in the place of the first."""
+    sources, dtype = [cast_of(node) for node in casts], casts[0].meta["val"].dtype
+    with graph.inserting_before(casts[0]):
+        together = graph.call_function(KERNEL.overload, (sources, dtype))
+        together.meta = {**casts[0].meta, "val": [node.meta["val"] for node in casts]}
+        for index, node in enumerate(casts):
+            part = graph.call_function(operator.getitem, (together, index))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    for node in casts:
+        graph.erase_node(node)
+    record(NAME, "cast_all", "one kernel", f"for {len(casts)} casts to {dtype}", user_line(casts[0]))
