@@ -24,7 +24,7 @@ from ..torch_api.ir import dense_strides, fixed_layout, full, realize, require_c
 from ..torch_api.lowering import V, empty_strided, lowerings
 from ..torch_api.sizes import known_at_most
 from ..torch_api.template import SymbolicGridFn, Template, autotune
-from . import common, kernel_dropout, score_graphs
+from . import batch_sums, common, kernel_dropout, score_graphs
 from .calls import BackwardCall, lengths
 from .captured import CapturedGradients, NotInOrder, plan_gradients
 from .captured_grads import JointGraph, NotUnderstood, take_apart
@@ -111,7 +111,10 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     tma_allowed = _tma_allowed(options, device, call.kernel_options)
     grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)
-    captured = plan_gradients(contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic)
+    over_batch = batch_sums.pays(call, nothing_hidden)
+    captured = plan_gradients(
+        contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic, over_batch=over_batch
+    )
     score = inlining.score(score_graph)
     transposed = _may_transpose_dq(call, captured, bool(tables.tables), score.reads_each_score)
     late = transposed and _may_add_late(call, captured)
@@ -129,7 +132,8 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     half = call.query.get_dtype().itemsize == 2
     template_options["ONE_HOT_PRECISION"] = "'tf32'" if half else template_options["FLOAT32_PRECISION"]
     template_options["SLICES"] = common.slices(call, nothing_hidden) if one_pass else 1
-    inlined = [score.score, grad_score_buffer, inlining.mask(mask_graph), *captured.inlined, *score.before]
+    scores = [score.score, grad_score_buffer, inlining.mask(mask_graph)]
+    inlined = [*scores, *captured.inlined, *score.before]
     template_options.update(inlining.options() | score.options())
     tilings = _tilings(call, template_options, captured, tables.longest_tile, score.reads_each_score)
     one_key_tile = one_pass and nothing_hidden and _holds_all_keys(call, tilings[0])
@@ -147,7 +151,8 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
 
     grad_key_layout, grad_value, grad_query = _gradients(call, in_memory)
     inputs = [call.query, call.key, call.value, call.logsumexp, call.grad_out, grad_query, grad_value]
-    inputs += [] if form["SUMS_DELTA"] else realize([delta])
+    deltas = [] if form["SUMS_DELTA"] and captured.apart is None else realize([delta])
+    inputs += [] if form["SUMS_DELTA"] else deltas
     generators = mask.generators(len(inputs))
     inputs += mask.tensors
     captured.allocate(call.captured, nothing_hidden, device, tilings)
@@ -173,14 +178,17 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
         all_captured,
         [*inlined, *captured.written],
     )
+    if captured.apart is not None:
+        parts = [*scores, *captured.inlined_apart, *score.before]
+        operands = [*deltas, *tables.buffers(), *seeds]
+        captured.gradient_apart = batch_sums.lower(call, captured.apart, operands, tilings[0] | captured.options(), parts)
     if not V.graph.sizevars.evaluate_expr(sympy.Eq(call.query.get_size()[0], call.key.get_size()[0])):
         grad_key, grad_value = (lowerings[aten.sum](g, axis=0, keepdims=True) for g in (grad_key, grad_value))
     if in_memory:
         grad_query = lowerings[torch.ops.prims.convert_element_type](grad_query, call.query.get_dtype())
     _warn_of_atomics(call, captured.atomics, user_line(node))
     note = f"the gradients take {'one pass' if one_pass else 'two passes'}; {captured.note}"
-    reductions = tuple((plan.owner, plan.reduction.value) for plan in captured.plans)
-    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), reductions)
+    record(NAME, "flex_attention_backward", "flex_backward.py.jinja", note, user_line(node), captured.reductions)
     return grad_query, grad_key, grad_value, captured.results(call.captured)
 
 
@@ -267,7 +275,7 @@ def _may_transpose_dq(call: BackwardCall, captured: CapturedGradients, reads_til
     head_dim, value_dim = (V.graph.sizevars.guard_int(x.get_size()[-1]) for x in (call.query, call.value))
     target = Target.of(call.query.get_device())
     fits = head_dim >= 32 and max(head_dim, value_dim) <= WIDEST_WITH_LATE_DQ and 4 * head_dim % TMA_ALIGNMENT == 0
-    alone = captured.strips_only or (captured.sums_only and not reads_tiles)
+    alone = captured.strips_only or (captured.sums_only and (captured.apart is not None or not reads_tiles))
     kernel_has_room = alone and not reads_each_score and not kernel_dropout.probability(call)
     return target.family == "hopper" and target.tma and fits and kernel_has_room
 

@@ -7,6 +7,7 @@ a diagonal                                STRIP    TMA adds whole tiles to a ske
 a pair of positions                       BLOCK    with TMA: whole tiles are added
 few entries for queries, others for keys  BY_ENTRY summed for each key and entry of the query, by a matmul with a one-hot
 does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
+t[h, q, k], if there are many tiles       OVER_BATCH a kernel of its own sums it over the batch and stores it (batch_sums.py)
 anything else                             SCATTER  one fp32 add for each score, or for scores of a tile that share an element
 read for each pair, the same for heads    PARTIAL  stored into a workspace, which is summed afterwards (pair_entries.py)
 any of these, deterministic               PARTIAL  the same (deterministic.py)
@@ -27,7 +28,7 @@ from ..core.templates import Listed
 from ..torch_api.ir import contiguous_strides, full
 from ..torch_api.lowering import empty_strided, lowerings
 from ..torch_api.sizes import statically_known_true
-from . import deterministic, pair_entries
+from . import batch_sums, deterministic, pair_entries
 from .captured_grads import Contribution
 from .copies import copies
 from .inlining import InlinedContribution, Inlining
@@ -50,6 +51,8 @@ class CapturedGradients:
     value, offset and in_bounds of each, in one flat list. learned: whether each captured tensor needs a gradient. targets:
     the buffer that the kernel writes for each plan. buffers: for each captured tensor the buffer that becomes its gradient,
     or None if it needs no gradient, or if its plans have workspaces instead. Both are empty until they are allocated.
+    apart: the contribution that has a kernel of its own, with its subgraphs and, once there is one, the gradient; it is not
+    among the plans.
     """
 
     extents: list[Any]
@@ -58,6 +61,9 @@ class CapturedGradients:
     learned: list[bool] = field(default_factory=list)
     targets: list[Any] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
+    apart: Plan | None = None
+    inlined_apart: list[Any] = field(default_factory=list)
+    gradient_apart: Any = None
 
     @property
     def lengths(self) -> tuple[Any, Any]:
@@ -73,9 +79,15 @@ class CapturedGradients:
     @property
     def note(self) -> str:
         """The sentence for the report."""
-        how = [plan.reduction.value for plan in self.plans]
+        how = [value for _, value in self.reductions]
         adds = f"; at most {self.atomics} atomic adds for each score" if self.atomics else ""
         return f"there are {len(how)} contributions to captured gradients" + (": " + ", ".join(how) if how else "") + adds
+
+    @property
+    def reductions(self) -> tuple[tuple[int, str], ...]:
+        """How each contribution is reduced, with the number of its captured tensor."""
+        every = [*self.plans, self.apart] if self.apart else self.plans
+        return tuple((plan.owner, plan.reduction.value) for plan in every)
 
     @property
     def atomics(self) -> int:
@@ -196,6 +208,9 @@ class CapturedGradients:
         targets: dict[int, Any] = {}
         for owner, (learned, tensor) in enumerate(zip(self.learned, tensors, strict=True)):
             plans = [i for i, plan in enumerate(self.plans) if plan.owner == owner]
+            if self.apart is not None and self.apart.owner == owner:
+                self.buffers.append(None)
+                continue
             if any(self.plans[i].reduction is Reduction.PARTIAL for i in plans):
                 self.buffers.append(None)
                 for i in plans:
@@ -225,7 +240,7 @@ class CapturedGradients:
         """Return the gradients in the dtypes of the captured tensors. This is the only rounding."""
         results = []
         for owner, (buffer, tensor) in enumerate(zip(self.buffers, tensors, strict=True)):
-            total = buffer
+            total = self.gradient_apart if self.apart is not None and self.apart.owner == owner else buffer
             plans = [(plan, target) for plan, target in zip(self.plans, self.targets, strict=True) if plan.owner == owner]
             first = plans[0][0] if plans else None
             if first is not None and first.table is not None and buffer is not None:
@@ -262,11 +277,13 @@ def plan_gradients(
     *,
     tma_allowed: bool,
     in_order: bool,
+    over_batch: bool,
 ) -> CapturedGradients:
     """Plan the contributions to the gradient of each captured tensor (None if it needs none).
 
-    ``tma_allowed``: the kernel may add whole tiles to the gradients of tables. ``in_order``: use no atomics. Raises
-    NotInOrder if that is impossible.
+    ``tma_allowed``: the kernel may add whole tiles to the gradients of tables. ``in_order``: use no atomics.
+    ``over_batch``: one tensor may have a kernel of its own, which sums its gradient over the batch. Raises NotInOrder if
+    atomics are needed and not allowed.
     """
     result = CapturedGradients([subgraphs.expression(n) for n in inlining.lengths])
     for owner, parts in enumerate(inlined):
@@ -283,8 +300,11 @@ def plan_gradients(
         for part in parts or ():
             if in_order and not once and part.contribution.on_score:
                 raise NotInOrder
+            takes = over_batch and len(parts) == 1 and batch_sums.takes(part.contribution, inlining.lengths)
             if once:
                 reduction = Reduction.STORE
+            elif takes and result.apart is None:
+                reduction = Reduction.OVER_BATCH
             elif in_order or (table is None and all(p.address is not None for p in parts)):
                 reduction = Reduction.PARTIAL
             elif table is not None:
@@ -295,8 +315,6 @@ def plan_gradients(
             wide = inlining.captured[owner].get_dtype().itemsize >= 4
             # Another contribution to the same tensor could be added where this one stores.
             inside = reduction is Reduction.SCATTER and len(parts) == 1 and bool(part.inside)
-            result.inlined.extend([part.buffers[0], *part.by_entry] if reduction is Reduction.BY_ENTRY else part.buffers)
-            result.inlined.extend(part.inside if inside else [])
             everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)
             plan = Plan(
                 owner,
@@ -312,8 +330,14 @@ def plan_gradients(
                 inside,
                 part.dim_of_heads,
             )
+            buffers = [part.buffers[0], *part.by_entry] if reduction is Reduction.BY_ENTRY else [*part.buffers]
+            buffers += part.inside if inside else []
+            buffers += [] if plan.adds_where is None else part.condition
+            if reduction is Reduction.OVER_BATCH:
+                result.apart, result.inlined_apart = plan, buffers
+                continue
             result.plans.append(plan)
-            result.inlined.extend([] if plan.adds_where is None else part.condition)
+            result.inlined.extend(buffers)
     return result
 
 

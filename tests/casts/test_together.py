@@ -79,7 +79,8 @@ def test_a_group_changes_no_bit(device, length):
     with scope:
         results, kernels, why = step(block, x)
         separate, separate_kernels, _ = step(block, x, disable=[together.NAME])
-    assert why == [f"for 10 casts to {BF16}"]
+    # Nine of parameters, and that of x, unless Inductor pads x for the matmul.
+    assert why in ([f"for {count} casts to {BF16}"] for count in (9, 10))
     assert all(torch.equal(a, b) for a, b in zip(results, separate, strict=True))
     assert len(separate_kernels) > len(kernels), "casts of equal sizes share one kernel's code"
 

@@ -90,6 +90,7 @@ class Reduction(enum.Enum):
     BY_ENTRY = "summed for each key and each entry of the query"
     SCATTER = "one fp32 add for each score, or for those of a tile that share an element"
     PARTIAL = "partial sums in a fixed order"
+    OVER_BATCH = "summed over the batch by programs of its own"
 
 
 class TiledKind(FootprintKind):

@@ -1,0 +1,151 @@
+"""The gradient of ``t[h, q, k]``, which the batch shares: a kernel of its own sums it over the batch and stores it once."""
+
+import contextlib
+
+import pytest
+import torch
+
+from inductor_ext.attention import batch_sums
+from inductor_ext.core.report import collect
+from inductor_ext.core.target import SHARED_MEMORY
+from tests.attention.case import Case
+from tests.support import snapshots
+from tests.support.emitted import body, triton_sources
+from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
+from tests.support.offline import Builder
+from tests.support.targets import on_target
+
+OWN = "summed over the batch by programs of its own"
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Few programs are enough, without a GPU of short tiles."""
+    monkeypatch.setattr(batch_sums, "PROGRAMS", 0)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(batch_sums, "TILE", {**batch_sums.TILE, "BLOCK_M": 32, "QUERY_TILES": 2})
+
+
+def case(name, score_mod, t=(3, 97, 130), frozen=(), u=None, **sizes):
+    """A score_mod that also works on grids of positions, with tables t and perhaps u."""
+    tables = {"t": t} if u is None else {"t": t, "u": u}
+    given = {"batch": 3, "heads": 3, "length": t[-2], "kv_length": t[-1], "dtype": BF16, "frozen": frozen} | sizes
+    return Case(name, tables, score_mod, score_mod, **given)
+
+
+def biased(tables):
+    return lambda s, b, h, q, k: s + tables["t"][h, q, k]
+
+
+CASES = [
+    case("bias", biased),
+    case("fp16", biased, dtype=torch.float16, dim=40, v_dim=24),
+    case("fp32_table", biased, dtypes={"t": torch.float32}),
+    case("whole_tiles", biased, t=(3, 64, 128), dim=64),
+    case("factor", lambda x: lambda s, b, h, q, k: s * x["t"][h, q, k] + x["t"][h, q, k].tanh() / 2, dim=32),
+    case("other_tables", lambda x: lambda s, b, h, q, k: s * x["u"][h] + x["t"][h, q, k], u=(3,)),
+    case("two_pairs", lambda x: lambda s, b, h, q, k: s * x["u"][h, q, k] + x["t"][h, q, k], u=(3, 97, 130)),
+    case("pair_of_the_batch", lambda x: lambda s, b, h, q, k: s + x["u"][b, h, q, k] + x["t"][h, q, k], u=(3, 3, 97, 130)),
+    case("grouped_heads", biased, t=(4, 97, 130), heads=4, kv_heads=2),
+    case("transposed", biased, layout="transposed"),
+    case("expanded", biased, layout="expanded"),
+    case("one_query", biased, t=(3, 1, 130)),
+]
+
+
+def scope(device, tma=True):
+    return contextlib.nullcontext() if device == "cuda" else triton_on_cpu(tma=tma)
+
+
+@pytest.mark.breadth(3)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", CASES, ids=lambda c: c.name)
+def test_gradients(given, device, any_size):
+    torch._dynamo.reset()
+    with scope(device), collect() as report:
+        given.check("cuda" if device == "cuda" else "cpu")
+    assert how(report).count(OWN) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", ["deterministic", "one_pass", "without_tma"])
+def test_options(option, device, any_size):
+    torch._dynamo.reset()
+    options = {"deterministic": True} if option == "deterministic" else None
+    kernel = {"kernel_options": {"bwd_ONE_PASS": True}} if option == "one_pass" else {}
+    with scope(device, tma=option != "without_tma"), collect() as report:
+        CASES[0].check("cuda" if device == "cuda" else "cpu", options=options, **kernel)
+    assert how(report).count(OWN) == 1
+
+
+def how(report):
+    """How the backward of an attention reduces each captured gradient."""
+    (found,) = (d for d in report.decisions if d.op == "flex_attention_backward" and d.reductions)
+    return [value for _, value in found.reductions]
+
+
+ELSEWHERE = [
+    case("one_batch_element", biased, batch=1),
+    case("of_the_batch", lambda x: lambda s, b, h, q, k: s + x["t"][b, q, k]),
+    case("padded_rows", biased, t=(3, 97, 136), kv_length=130),
+    case("transposed_table", lambda x: lambda s, b, h, q, k: s + x["t"][h, k, q], t=(3, 130, 97), length=97, kv_length=130),
+    case("two_reads", lambda x: lambda s, b, h, q, k: s + x["t"][h, q, k] + x["t"][h, q, 0]),
+    case("a_mask", biased, mask=lambda b, h, q, k: q >= k, block_size=64),
+    case("wide_heads", biased, dim=80),
+    case("fp32", biased, dtype=torch.float32),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("given", ELSEWHERE, ids=lambda c: c.name)
+def test_what_it_is_not_for(given, any_size):
+    torch._dynamo.reset()
+    with triton_on_cpu(tma=True), collect() as report:
+        given.check("cpu")
+    assert OWN not in how(report)
+
+
+@INTERPRETED
+def test_few_programs_are_not_worthwhile():
+    """Three heads of three tiles are nine programs, where an H200 has 132 multiprocessors."""
+    torch._dynamo.reset()
+    with triton_on_cpu(tma=True), collect() as report:
+        CASES[0].check("cpu")
+    assert OWN not in how(report)
+
+
+def kernel(given, tma):
+    """The source of the kernel."""
+    torch._dynamo.reset()
+    inputs, tables = given.make("cpu")
+    attend = torch.compile(
+        lambda q, k, v, *t: given.function(dict(zip(tables, t, strict=True)), "cpu")(q, k, v), backend="gradfuse"
+    )
+    (own,) = (k for k in triton_sources(attend, *inputs, *tables.values(), tma=tma) if "QUERY_TILES" in k)
+    return own
+
+
+@INTERPRETED
+def test_kernel(any_size):
+    snapshots.check(__file__, "batch_sums", body(kernel(CASES[0], tma=True)))
+
+
+BUILT = [
+    case("bias", biased, t=(2, 128, 128), dim=64, heads=2),
+    case("factor_of_odd_lengths", CASES[4].score_mod, t=(2, 97, 130), dim=64, heads=2),
+    case("two_pairs", CASES[6].score_mod, t=(2, 128, 128), u=(2, 128, 128), dim=64, heads=2),
+    case("fp32_table", biased, t=(2, 128, 128), dim=64, heads=2, dtypes={"t": torch.float32}),
+]
+
+
+@INTERPRETED
+@pytest.mark.breadth(2)
+@pytest.mark.parametrize("given", BUILT, ids=lambda c: c.name)
+def test_builds_without_spills(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_sums, "PROGRAMS", 0)
+    with Builder(tmp_path) as builder:
+        for arch in SHARED_MEMORY:
+            with on_target(architecture=arch):
+                source = kernel(given, tma=arch >= 90)
+            builder.build(source, arch, batch_sums.TILE["num_warps"], batch_sums.TILE["num_stages"]).check()
