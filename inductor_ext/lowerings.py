@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention import backward, forward, gluon_forward
+from .attention import backward, batch_sums, forward, gluon_forward
 from .casts import together
 from .core import depend  # noqa: F401  (registers gradfuse::depend)
 from .core.kernel_op import KernelOp
@@ -56,7 +56,10 @@ REPLACED: tuple[Replaced, ...] = (
 )
 
 #: Names of kernels that a lowering may choose, with what they are. Without one of them it takes another kernel.
-CHOICES: dict[str, str] = {gluon_forward.NAME: "computes the forward of attention on Hopper by a kernel in Gluon"}
+CHOICES: dict[str, str] = {
+    gluon_forward.NAME: "computes the forward of attention on Hopper by a kernel in Gluon",
+    batch_sums.NAME: "sums the gradient of a captured t[h, q, k] over the batch by a kernel of its own",
+}
 
 #: The ops that our passes put into graphs.
 KERNELS: tuple[KernelOp, ...] = (

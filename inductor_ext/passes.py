@@ -140,7 +140,7 @@ ORDER: tuple[Pass, ...] = (
     Pass(
         "casts_together",
         "post_aot",
-        "casts the weights that matmuls and convolutions of a graph read in half precision by few kernels, on a GPU",
+        "casts the inputs of a graph that matmuls read in half precision (weights, biases) in groups, on a GPU",
         lambda gm, options: together.rewrite(gm, options),
     ),
 )

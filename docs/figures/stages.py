@@ -54,7 +54,7 @@ STAGES = (
         "FX node to Inductor IR; one template for each kernel",
         True,
         (
-            *("flex_attention", "flex_attention_backward", "gluon", "mlstm"),
+            *("flex_attention", "flex_attention_backward", "gluon", "batch_sums", "mlstm"),
             *(
                 "linear_scan",
                 "scan_forward",

@@ -111,7 +111,7 @@ def _lower(options: Options, joint: JointGraph, call: BackwardCall) -> tuple[Any
     inlining = Inlining(device, lengths(node), call.captured, call.mask_captured, tables)
     tma_allowed = _tma_allowed(options, device, call.kernel_options)
     grad_score_buffer, contributions = inlining.joint(joint, options.deterministic)
-    over_batch = batch_sums.pays(call, nothing_hidden)
+    over_batch = batch_sums.pays(call, options, nothing_hidden)
     captured = plan_gradients(
         contributions, inlining, tma_allowed=tma_allowed, in_order=options.deterministic, over_batch=over_batch
     )

@@ -7,7 +7,7 @@ a diagonal                                STRIP    TMA adds whole tiles to a ske
 a pair of positions                       BLOCK    with TMA: whole tiles are added
 few entries for queries, others for keys  BY_ENTRY summed for each key and entry of the query, by a matmul with a one-hot
 does not depend on the query or the key   SUM      summed in registers, along the axes on which it does not depend
-t[h, q, k], if there are many tiles       OVER_BATCH a kernel of its own sums it over the batch and stores it (batch_sums.py)
+t[h, q, k], if there are many tiles       OVER_BATCH  a kernel of its own sums it over the batch (batch_sums.py)
 anything else                             SCATTER  one fp32 add for each score, or for scores of a tile that share an element
 read for each pair, the same for heads    PARTIAL  stored into a workspace, which is summed afterwards (pair_entries.py)
 any of these, deterministic               PARTIAL  the same (deterministic.py)
@@ -300,7 +300,8 @@ def plan_gradients(
         for part in parts or ():
             if in_order and not once and part.contribution.on_score:
                 raise NotInOrder
-            takes = over_batch and len(parts) == 1 and batch_sums.takes(part.contribution, inlining.lengths)
+            dtype = inlining.captured[owner].get_dtype()
+            takes = over_batch and len(parts) == 1 and batch_sums.takes(part.contribution, dtype, inlining.lengths)
             if once:
                 reduction = Reduction.STORE
             elif takes and result.apart is None:
@@ -312,7 +313,7 @@ def plan_gradients(
             else:
                 scattered = Reduction.BY_ENTRY if part.by_entry else Reduction.SCATTER
                 reduction = scattered if all(part.contribution.axes[2:]) else Reduction.SUM
-            wide = inlining.captured[owner].get_dtype().itemsize >= 4
+            wide = dtype.itemsize >= 4
             # Another contribution to the same tensor could be added where this one stores.
             inside = reduction is Reduction.SCATTER and len(parts) == 1 and bool(part.inside)
             everywhere = once and _writes_everywhere(part.contribution, inlining.lengths)

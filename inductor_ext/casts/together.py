@@ -1,4 +1,4 @@
-"""Casts the weights of a graph to half precision in groups, with one kernel for each group.
+"""Casts the inputs of a graph that matmuls read in half precision in groups, with one kernel for each group.
 
 Under autocast a forward casts each weight and each bias for the matmul that reads it. Inductor cannot fuse a cast into a
 matmul of cuBLAS or into a convolution, so each is a kernel of its own, and half of the kernels of Swin's forward are such
@@ -24,7 +24,7 @@ from ..core.purity import written
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..options import Options
-from ..torch_api.config import inductor_config
+from ..torch_api.config import addmm_stays_whole, templates_multiply
 from ..torch_api.ir import one_kernel
 from ..torch_api.lowering import lowerings
 
@@ -38,9 +38,11 @@ MOST_CASTS, MOST_ELEMENTS = 32, 2**24
 #: A tensor with more elements takes the GPU longer than a launch takes the host.
 MOST_OF_ONE = 2**22
 
-#: Ops whose kernels read their operands from memory, so that a cast is stored for them.
-_READS_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
-_READS_MEMORY |= {aten.mm.dtype, aten.bmm.dtype}
+#: Ops whose kernels read operands from memory, so that casts are stored for them, with the positions of these operands. The
+#: bias of a convolution or of a baddbmm is not among them: Inductor adds it in a kernel of its own, into which it fuses the
+#: cast, and there it may not round.
+_READ = dict.fromkeys((aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype, aten.convolution.default), (0, 1))
+_READ |= {aten.addmm.default: (0, 1, 2), aten.baddbmm.default: (1, 2)}
 
 
 @torch.library.custom_op("gradfuse::cast_all", mutates_args=())
@@ -64,8 +66,7 @@ KERNEL = KernelOp(NAME, "casts a list of tensors in one kernel", cast_all, _lowe
 
 def rewrite(gm: GraphModule, options: Options) -> None:
     """Group the casts of a forward or backward graph, in place. Another run changes nothing."""
-    # The templates of these modes fuse a cast into the matmul that reads it.
-    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+    if templates_multiply() or not addmm_stays_whole():
         return
     for casts in _groups(gm.graph):
         if len(casts) > 1:
@@ -107,9 +108,14 @@ def _is_alone(node: Node) -> bool:
 def _is_stored(node: Node) -> bool:
     """Return whether nothing but matmuls, convolutions and the caller of the graph reads a tensor or a view of it."""
     return bool(node.users) and all(
-        user.op == "output" or user.target in _READS_MEMORY or (user.target in VIEWS and _is_stored(user))
+        user.op == "output" or _is_read_from_memory(node, user) or (user.target in VIEWS and _is_stored(user))
         for user in node.users
     )
+
+
+def _is_read_from_memory(node: Node, user: Node) -> bool:
+    """Return whether a matmul or convolution reads a tensor where its kernel reads memory."""
+    return all(i in _READ.get(user.target, ()) for i, operand in enumerate(user.args) if operand is node)
 
 
 def _cast_at_once(graph: Graph, casts: Sequence[Node]) -> None:
@@ -117,7 +123,7 @@ def _cast_at_once(graph: Graph, casts: Sequence[Node]) -> None:
     sources, dtype = [cast_of(node) for node in casts], casts[0].meta["val"].dtype
     with graph.inserting_before(casts[0]):
         together = graph.call_function(KERNEL.overload, (sources, dtype))
-        together.meta = {**casts[0].meta, "val": [node.meta["val"] for node in casts]}
+        together.meta = {"val": [node.meta["val"] for node in casts], "stack_trace": casts[0].meta.get("stack_trace")}
         for index, node in enumerate(casts):
             part = graph.call_function(operator.getitem, (together, index))
             part.meta = dict(node.meta)

@@ -51,6 +51,16 @@ def asserts_in_kernels() -> bool:
     return inductor_config.assert_indirect_indexing and torch.version.hip is None
 
 
+def templates_multiply() -> bool:
+    """Return whether matmuls may be Triton kernels, into which Inductor fuses what computes their operands."""
+    return inductor_config.max_autotune or inductor_config.max_autotune_gemm or inductor_config.triton.native_matmul
+
+
+def addmm_stays_whole() -> bool:
+    """Return whether Inductor leaves a half-precision ``addmm`` as it is. Torch 2.13 has an option against it."""
+    return getattr(inductor_config, "keep_addmm_fused_for_half_dtypes", True)
+
+
 def custom_passes(value: Any) -> list[Any]:
     """Return the value of a custom-pass option (None, one pass or, from torch 2.13, several passes) as a list."""
     if value is None:
