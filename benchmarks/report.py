@@ -121,6 +121,7 @@ def _fired(counts: dict[str, int]) -> str:
         "scatters",
         "gathers",
         "casts",
+        "casts_together",
     )
     return ", ".join(f"{counts[name]} × {name}" for name in shown if name in counts)
 
