@@ -16,11 +16,13 @@ from . import small
 
 THREADS = textwrap.dedent(
     """
-    import sys, threading, time
+    import faulthandler, sys, threading, time
     import torch, inductor_ext
     from tests.composition import small
     from tests.support.eager_graphs import eager_graphs
 
+    # If the threads wait for each other, the test fails with what each of them was doing.
+    faulthandler.dump_traceback_later(350, exit=True)
     device, what = sys.argv[1:]
     backends = ["gradfuse", "gradfuse", "inductor" if what == "beside stock" else "gradfuse"]
     shared = small.make(device=device)

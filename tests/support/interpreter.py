@@ -48,6 +48,8 @@ class _StubDriver:
 _LIBDEVICE = {
     **{name: getattr(np, name) for name in ("exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "floor", "ceil", "sqrt")},
     "pow": np.power,
+    "isnan": np.isnan,
+    "isinf": np.isinf,
     "erf": np.vectorize(math.erf, otypes=[np.float32]),
 }
 
