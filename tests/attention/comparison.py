@@ -19,7 +19,7 @@ def heads(queries, keys=None, kv_heads=HEADS):
     return [draw(BATCH, *shape, DIM, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
-def compare(
+def assert_matches_float64(
     score_mod, table, lengths, *, mask=None, block_mask=None, kv_heads=HEADS, dynamic=None, compiler=None, **kernel_options
 ):
     """Assert that the output and the gradients are those of float64.

@@ -66,6 +66,8 @@ CASES = [
     case("transposed", biased, layout="transposed"),
     case("expanded", biased, layout="expanded"),
     case("one_query", biased, t=(3, 1, 130)),
+    # The main kernel sums delta itself then, and the kernel of the sums reads it.
+    case("one_tile_of_keys", biased, t=(3, 97, 40)),
 ]
 
 

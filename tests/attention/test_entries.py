@@ -35,8 +35,8 @@ CASES = {
 }
 
 
-def compare(score_mod, table, **options):
-    comparison.compare(score_mod, table, (LENGTH, LENGTH), **options)
+def assert_matches_float64(score_mod, table, **options):
+    comparison.assert_matches_float64(score_mod, table, (LENGTH, LENGTH), **options)
 
 
 def table(shape):
@@ -51,19 +51,21 @@ def test_gradients(name, one_pass):
     entry = integers(-3, 3)
     segment = entry.sort(-1).values
     bias = lambda t: lambda s, b, h, q, k: s + t[index(b, h, entry[b, q], segment[b, k])] * 2  # noqa: E731
-    compare(bias, table(shape), bwd_ONE_PASS=one_pass)
+    assert_matches_float64(bias, table(shape), bwd_ONE_PASS=one_pass)
 
 
 def test_symbolic_sizes():
     """The first entry of the queries times a symbolic stride is 0 (score_mods:1200068 of the fuzzer)."""
     segment = integers(0, 3)
-    compare(lambda t: lambda s, b, h, q, k: s + t[segment[b, q], segment[b, k], h], table((3, 3, HEADS)), dynamic=True)
+    assert_matches_float64(
+        lambda t: lambda s, b, h, q, k: s + t[segment[b, q], segment[b, k], h], table((3, 3, HEADS)), dynamic=True
+    )
 
 
 def test_masks_and_grouped_heads():
     segment = integers(0, 3).sort(-1).values
     bias = lambda t: lambda s, b, h, q, k: s + t[h, segment[b, q], segment[b, k]]  # noqa: E731
-    compare(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: q >= k, kv_heads=1)
+    assert_matches_float64(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: q >= k, kv_heads=1)
 
 
 def test_keys_out_of_bounds_that_the_mask_hides():
@@ -76,7 +78,7 @@ def test_keys_out_of_bounds_that_the_mask_hides():
         keys = inside if t.dtype is torch.float64 else segment
         return lambda s, b, h, q, k: s + t[h, inside[b, q], keys[b, k]]
 
-    compare(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: k < 60)
+    assert_matches_float64(bias, table((HEADS, 3, 3)), mask=lambda b, h, q, k: k < 60)
 
 
 @pytest.mark.breadth(1)

@@ -55,7 +55,7 @@ def bias_of(name, pairs):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, options):
     with collect() as report:
-        comparison.compare(bias_of(name, index()), table(*CASES[name][0]), (LENGTH, LENGTH), compiler=options)
+        comparison.assert_matches_float64(bias_of(name, index()), table(*CASES[name][0]), (LENGTH, LENGTH), compiler=options)
     assert STORED in how(report)
 
 
@@ -63,7 +63,9 @@ def test_two_lookups_one_pass_and_a_mask():
     pairs = index()
     bias = lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h] + t[pairs[b, k, q], h]  # noqa: E731
     mask = lambda b, h, q, k: (q // 16 == k // 16) | (k < 3)  # noqa: E731
-    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, kv_heads=1, bwd_ONE_PASS=True)
+    comparison.assert_matches_float64(
+        bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, kv_heads=1, bwd_ONE_PASS=True
+    )
 
 
 def test_the_workspace_is_zero_where_the_kernel_stores_nothing(monkeypatch):
@@ -73,7 +75,7 @@ def test_the_workspace_is_zero_where_the_kernel_stores_nothing(monkeypatch):
     mask = lambda b, h, q, k: q // 16 == k // 16  # noqa: E731
     blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
     bias = lambda t: lambda s, b, h, q, k: s + t[pairs[b, q, k], h]  # noqa: E731
-    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, block_mask=blocks)
+    comparison.assert_matches_float64(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=mask, block_mask=blocks)
 
 
 def test_entries_out_of_bounds_that_the_mask_hides():
@@ -85,7 +87,7 @@ def test_entries_out_of_bounds_that_the_mask_hides():
         chosen = inside if t.dtype is torch.float64 else pairs
         return lambda s, b, h, q, k: s + t[chosen[b, q, k], h]
 
-    comparison.compare(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=lambda b, h, q, k: k < 50)
+    comparison.assert_matches_float64(bias, table(ENTRIES, HEADS), (LENGTH, LENGTH), mask=lambda b, h, q, k: k < 50)
 
 
 @pytest.mark.breadth(1)

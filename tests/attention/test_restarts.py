@@ -33,8 +33,8 @@ def same_document(b, h, q, k):
     return DOCUMENT[q] == DOCUMENT[k]
 
 
-def compare(score_mod, table, *, mask=same_document, length=LENGTH, **options):
-    comparison.compare(score_mod, table, (length, length), mask=mask, **options)
+def assert_matches_float64(score_mod, table, *, mask=same_document, length=LENGTH, **options):
+    comparison.assert_matches_float64(score_mod, table, (length, length), mask=mask, **options)
 
 
 def bucket(distance):
@@ -60,13 +60,13 @@ def buckets_of(position):
 )
 def test_buckets(position, one_pass):
     mask = same_document if position is PACKED else None
-    compare(buckets_of(position), draw(HEADS, 8), mask=mask, bwd_ONE_PASS=one_pass)
+    assert_matches_float64(buckets_of(position), draw(HEADS, 8), mask=mask, bwd_ONE_PASS=one_pass)
 
 
 @pytest.mark.breadth(0)
 def test_a_position_for_each_batch_element():
     position = torch.stack([PACKED, torch.arange(LENGTH)])
-    compare(
+    assert_matches_float64(
         lambda t: lambda s, b, h, q, k: s * (1 + t[bucket(position[b, k] - position[b, q]), h]), draw(8, HEADS), mask=None
     )
 
@@ -81,7 +81,7 @@ def test_distances_that_no_document_has_are_out_of_range():
     def score_mod(t):
         return lambda s, b, h, q, k: torch.where(inside(b, h, q, k), s + t[h, PACKED[k] - PACKED[q] + REACH - 1], -torch.inf)
 
-    compare(score_mod, draw(HEADS, 2 * REACH - 1), mask=None)
+    assert_matches_float64(score_mod, draw(HEADS, 2 * REACH - 1), mask=None)
 
 
 @pytest.mark.breadth(0)
@@ -91,18 +91,20 @@ def test_a_shift_that_does_not_cancel():
     def score_mod(t):
         return lambda s, b, h, q, k: s + t[h, bucket(PACKED[k] - PACKED[q])] * t[h, bucket(PACKED[k] - q)]
 
-    compare(score_mod, draw(HEADS, 8), mask=None)
+    assert_matches_float64(score_mod, draw(HEADS, 8), mask=None)
 
 
 @pytest.mark.breadth(0)
 def test_other_positions_of_keys_than_of_queries():
     ahead = PACKED + 3
-    compare(lambda t: lambda s, b, h, q, k: s + t[h, bucket(ahead[k] - PACKED[q])], draw(HEADS, 8))
+    assert_matches_float64(lambda t: lambda s, b, h, q, k: s + t[h, bucket(ahead[k] - PACKED[q])], draw(HEADS, 8))
 
 
 @pytest.mark.breadth(0)
 def test_grouped_heads_and_a_causal_mask():
-    compare(buckets_of(PACKED), draw(HEADS, 8), mask=lambda b, h, q, k: (q >= k) & same_document(b, h, q, k), kv_heads=1)
+    assert_matches_float64(
+        buckets_of(PACKED), draw(HEADS, 8), mask=lambda b, h, q, k: (q >= k) & same_document(b, h, q, k), kv_heads=1
+    )
 
 
 @pytest.mark.breadth(0)
@@ -110,7 +112,7 @@ def test_a_block_mask_that_shows_what_its_mask_mod_hides():
     number, index = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).repeat(1, 1, 2, 1)
     lists = number * 0, index * 0, number, index
     block_mask = BlockMask.from_kv_blocks(*lists, mask_mod=same_document, seq_lengths=(LENGTH, LENGTH))
-    compare(buckets_of(PACKED), draw(HEADS, 8), mask=None, block_mask=block_mask)
+    assert_matches_float64(buckets_of(PACKED), draw(HEADS, 8), mask=None, block_mask=block_mask)
 
 
 #: Documents of 130 positions, so that a tile of 256 has blocks of both kinds.
@@ -126,7 +128,7 @@ LONG = torch.arange(300) % 130
     ],
 )
 def test_tiles_that_are_longer_than_a_block(tiles):
-    compare(buckets_of(LONG), draw(HEADS, 8), mask=None, length=300, **dict.fromkeys(tiles, 256))
+    assert_matches_float64(buckets_of(LONG), draw(HEADS, 8), mask=None, length=300, **dict.fromkeys(tiles, 256))
 
 
 @pytest.mark.breadth(0)
@@ -137,7 +139,7 @@ def test_a_condition_of_blocks_of_the_user(tile):
     def score_mod(t):
         return lambda s, b, h, q, k: s + torch.where(of_blocks[q // 128, k // 128], t[h, q, k], 0.0)
 
-    compare(score_mod, draw(HEADS, 300, 300), mask=None, length=300, BLOCK_M=tile, BLOCK_N=tile)
+    assert_matches_float64(score_mod, draw(HEADS, 300, 300), mask=None, length=300, BLOCK_M=tile, BLOCK_N=tile)
 
 
 @pytest.mark.breadth(0)
@@ -150,7 +152,7 @@ def test_arithmetic_that_has_no_number_at_distances_of_no_document(factor):
     def score_mod(t):
         return lambda s, b, h, q, k: s + t[h, bucket(PACKED[k] - PACKED[q])] * factor(PACKED[k] - PACKED[q])
 
-    compare(score_mod, draw(HEADS, 8))
+    assert_matches_float64(score_mod, draw(HEADS, 8))
 
 
 @pytest.mark.breadth(0)
@@ -162,12 +164,12 @@ def test_a_mask_with_a_number_in_a_tensor():
     )
     wide = lambda b, h, q, k: (DOCUMENT[q] * 100 >= 127) | (q == k)  # noqa: E731
     assert torch.equal(block_mask.mask_mod(0, 0, torch.tensor(140), torch.tensor(0)), torch.tensor(True))
-    compare(buckets_of(PACKED), draw(HEADS, 8), mask=wide, block_mask=block_mask)
+    assert_matches_float64(buckets_of(PACKED), draw(HEADS, 8), mask=wide, block_mask=block_mask)
 
 
 @pytest.mark.breadth(0)
 def test_deterministic():
-    compare(buckets_of(PACKED), draw(HEADS, 8), compiler={"deterministic": True})
+    assert_matches_float64(buckets_of(PACKED), draw(HEADS, 8), compiler={"deterministic": True})
 
 
 @pytest.mark.breadth(0)
@@ -175,7 +177,7 @@ def test_symbolic_sizes():
     # Torch marks the tensors of such a graph, so that their lengths are symbols in later graphs too.
     documents = DOCUMENT.clone()
     mask = lambda b, h, q, k: documents[q] == documents[k]  # noqa: E731
-    compare(buckets_of(PACKED.clone()), draw(HEADS, 8), mask=mask, dynamic=True)
+    assert_matches_float64(buckets_of(PACKED.clone()), draw(HEADS, 8), mask=mask, dynamic=True)
 
 
 @pytest.mark.breadth(0)
