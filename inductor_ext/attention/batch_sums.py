@@ -32,9 +32,9 @@ NAME = "batch_sums"
 _PARTS = ("flex_batch_sums", "flex_tiles", "flex_tables", "dropout", "kinds/*", "backward/contributions", "backward/scores")
 _PARTS += ("backward/duplicates",)
 
-#: Narrower heads take two passes with additions, and wider ones are slower than with additions. The larger the batch, the less
-#: is gained: zeros and a cast are saved once, and the scores of each batch element are computed again. With 8 elements and 128
-#: keys in a tile it is 5 % faster; with the tile below only 2 elements have been timed.
+#: Narrower heads take two passes with additions, and wider ones are slower than with additions. The larger the batch, the
+#: less is gained: zeros and a cast are saved once, and the scores of each batch element are computed again. With a batch of
+#: 8 and tiles of 128 keys it is 5 % faster. With the tile below only a batch of 2 has been timed.
 HEAD_DIMS, LARGEST_BATCH = range(33, 65), 8
 #: A kernel with fewer programs for each multiprocessor leaves some of them idle while the batch elements follow each other.
 PROGRAMS = 2

@@ -7,7 +7,7 @@ from inductor_ext.attention import hoisting
 from inductor_ext.attention.copies import MOST_BYTES, MOST_COPIES, copies
 from tests.support.emitted import triton_sources
 
-from .test_entries import BATCH, HEADS, LENGTH, compare, flex_attention, integers, table
+from .test_entries import BATCH, HEADS, LENGTH, assert_matches_float64, flex_attention, integers, table
 
 
 def test_how_many():
@@ -28,7 +28,7 @@ def test_the_sum_of_all_copies(one_pass, monkeypatch):
     segment = integers(0, 3)
     # The second read is one value for each query, which is added to a copy of the same gradient.
     bias = lambda t: lambda s, b, h, q, k: s + t[h, edge[b, q, k]] + s * t[h, segment[b, q]]  # noqa: E731
-    compare(bias, table((HEADS, 90)), bwd_ONE_PASS=one_pass)
+    assert_matches_float64(bias, table((HEADS, 90)), bwd_ONE_PASS=one_pass)
 
 
 def backward(index):

@@ -37,7 +37,7 @@ def drawn_seed(device):
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def compare(device, p, queries, keys, *, bias=None, kv_heads=H, mask=None, deterministic=False, **tiles):
+def assert_matches_float64(device, p, queries, keys, *, bias=None, kv_heads=H, mask=None, deterministic=False, **tiles):
     """Output and gradients of one attention against float64 with the mask of the reference."""
     where, context = on(device)
     generator = torch.Generator().manual_seed(0)
@@ -77,27 +77,27 @@ def compare(device, p, queries, keys, *, bias=None, kv_heads=H, mask=None, deter
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients(device, one_pass):
-    compare(device, 0.3, 40, 53, kv_heads=1, bwd_ONE_PASS=one_pass)
+    assert_matches_float64(device, 0.3, 40, 53, kv_heads=1, bwd_ONE_PASS=one_pass)
 
 
 @pytest.mark.breadth(0)
 @INTERPRETED
 def test_compiled_for_a_cpu():
-    compare("C++", 0.3, 40, 53, kv_heads=1)
+    assert_matches_float64("C++", 0.3, 40, 53, kv_heads=1)
 
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 97), (97, 1), (150, 131)])
 def test_lengths(device, queries, keys):
-    compare(device, 0.1, queries, keys)
+    assert_matches_float64(device, 0.1, queries, keys)
 
 
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_masks_and_deterministic_gradients(device):
     causal = lambda b, h, q, k: q >= k  # noqa: E731
-    compare(device, 0.5, 64, 64, mask=causal, deterministic=device != "cpu")
+    assert_matches_float64(device, 0.5, 64, 64, mask=causal, deterministic=device != "cpu")
 
 
 @pytest.mark.breadth(0)
@@ -106,7 +106,7 @@ def test_masks_and_deterministic_gradients(device):
 def test_keys_in_descending_order(device, one_pass):
     """TMA moves a relative shift with its keys in reverse."""
     bias = lambda t: lambda s, b, h, q, k: s + t[b, h, q, q - k + 127]  # noqa: E731
-    compare(device, 0.2, 129, 128, bias=bias, bwd_ONE_PASS=one_pass)
+    assert_matches_float64(device, 0.2, 129, 128, bias=bias, bwd_ONE_PASS=one_pass)
 
 
 def test_philox_is_the_published_one():

@@ -11,7 +11,7 @@ pytestmark = INTERPRETED
 BATCH, HEADS, DIM = 2, 2, 16
 
 
-def compare(score_mod, shape, length=24, *, mask=None, visible=None, tiles=None, zero=(), **flags):
+def assert_matches_float64(score_mod, shape, length=24, *, mask=None, visible=None, tiles=None, zero=(), **flags):
     """Output and gradients against float64. ``score_mod``: from a learned tensor of ``shape`` to a function of a score.
 
     mask: makes a block mask, and visible: a function of (q, k) that says what it shows. tiles: kernel options. zero: an index
@@ -62,9 +62,9 @@ BOOLS = {
 def test_a_position_as_a_bool(name, kernels):
     score_mod, shape = BOOLS[name]
     if not kernels:
-        return compare(score_mod, shape)
+        return assert_matches_float64(score_mod, shape)
     with triton_on_cpu(tma=True):
-        compare(score_mod, shape)
+        assert_matches_float64(score_mod, shape)
 
 
 @pytest.mark.breadth(1)
@@ -81,7 +81,7 @@ def test_a_narrow_index_is_no_tile_of_pairs(index, shape, length, deterministic,
     monkeypatch.setattr(hoisting, "LARGEST_PAIR_TABLE", 0)
     with triton_on_cpu(tma=True):
         score_mod = lambda t: lambda s, b, h, q, k: s + t[index(b, h, q, k)]  # noqa: E731
-        compare(score_mod, shape, length, options={"deterministic": deterministic})
+        assert_matches_float64(score_mod, shape, length, options={"deterministic": deterministic})
 
 
 @pytest.mark.breadth(1)
@@ -92,7 +92,7 @@ def test_an_infinite_gradient_of_one_entry_stays_there(function, monkeypatch):
     entry = torch.arange(BATCH * 24).view(BATCH, 24) % 3
     with triton_on_cpu(tma=True):
         score_mod = lambda t: lambda s, b, h, q, k: s + function(t[h, entry[b, q], entry[b, k]])  # noqa: E731
-        compare(score_mod, (HEADS, 3, 3), zero=(0, 0, 0))
+        assert_matches_float64(score_mod, (HEADS, 3, 3), zero=(0, 0, 0))
 
 
 def block_mask(numbers, indices=None, size=(1 << 30, 1 << 30)):
@@ -132,7 +132,7 @@ def test_a_lookup_may_be_out_of_range_where_only_the_list_of_blocks_hides():
     def clamped(t):
         return score_mod(t) if t.dtype is not torch.float64 else lambda s, b, h, q, k: s + t[h, (q - k + 63).clamp(0, 126)]
 
-    compare(clamped, (HEADS, 127), 128, mask=make, visible=visible)
+    assert_matches_float64(clamped, (HEADS, 127), 128, mask=make, visible=visible)
 
 
 @pytest.mark.breadth(0)
@@ -140,7 +140,7 @@ def test_a_lookup_may_be_out_of_range_where_only_the_list_of_blocks_hides():
 def test_tiles_of_a_user_that_are_longer_than_ours(option):
     """384 is a multiple of 128, our longest tile, and not of 256."""
     with triton_on_cpu(tma=True):
-        compare(lambda t: lambda s, b, h, q, k: s * t[h], (HEADS,), 384, tiles={option: 256})
+        assert_matches_float64(lambda t: lambda s, b, h, q, k: s * t[h], (HEADS,), 384, tiles={option: 256})
 
 
 def test_a_row_that_a_learned_infinity_hides_stays_hidden():
@@ -174,4 +174,4 @@ def test_positions_that_the_compiled_function_rounds(dtype):
         return lambda s, b, h, q, k: s + torch.where(position[q] >= position[k], t[h], 0.0)
 
     with triton_on_cpu(tma=True):
-        compare(score_mod, (HEADS,))
+        assert_matches_float64(score_mod, (HEADS,))
