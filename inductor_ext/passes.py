@@ -26,6 +26,7 @@ from .core.dynamo_graph import graphs_in
 from .core.pass_ import Pass
 from .dump import Dump
 from .gathers import cpu_indices, gathers, scatters
+from .linears import together as linears
 from .mlstm import cpu as dense_mlstm
 from .mlstm import rewrite as mlstm
 from .options import Options
@@ -88,6 +89,12 @@ ORDER: tuple[Pass, ...] = (
         "dynamo",
         "keeps one of equal score_mods, mask_mods and combine_fns, and drops those that were rewritten: less to compile",
         lambda gm, options: equal_graphs.rewrite(gm, options),
+    ),
+    Pass(
+        "linears_together",
+        "dynamo",
+        "computes linear layers that read the same input (query, key and value) by one matmul, under autocast on a GPU",
+        lambda gm, options: linears.rewrite(gm, options),
     ),
     Pass(
         "cpu_indices",

@@ -4,7 +4,9 @@ Under autocast a forward casts each weight and each bias for the matmul that rea
 matmul of cuBLAS or into a convolution, so each is a kernel of its own, and half of the kernels of Swin's forward are such
 casts. Most take less time on the GPU than a launch takes on the host. A group is one launch. It changes no bit.
 
-    convert_element_type(w, bf16), ...       cast_all([w, ...], bf16)[i], ...
+    convert_element_type(w, bf16), ...       cast_all([w, ...], bf16, [1, ...])[i], ...
+
+Weights that are concatenated before their cast are written next to each other by the same kernel (linears/together.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,10 +26,11 @@ from ..core.kernel_op import KernelOp
 from ..core.purity import written
 from ..core.report import record, user_line
 from ..core.target import Target
+from ..core.terms import arg
 from ..options import Options
 from ..torch_api.config import addmm_stays_whole, templates_multiply
 from ..torch_api.ir import one_kernel
-from ..torch_api.lowering import lowerings
+from ..torch_api.lowering import lowerings, pointwise_cat
 
 NAME = "casts_together"
 
@@ -46,19 +50,32 @@ _READ |= {aten.addmm.default: (0, 1, 2), aten.baddbmm.default: (1, 2)}
 
 
 @torch.library.custom_op("gradfuse::cast_all", mutates_args=())
-def cast_all(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each of the tensors ``xs``, of any shapes and another dtype, in ``dtype``."""
-    return [x.to(dtype) for x in xs]
+def cast_all(xs: Sequence[Tensor], dtype: torch.dtype, joined: Sequence[int]) -> list[Tensor]:
+    """The tensors ``xs``, of any shapes and another dtype, in ``dtype``.
+
+    joined: for each result the number of tensors, in order, that are concatenated along their first dim, or 1.
+    """
+    return [_cast(parts, dtype) for parts in _parts(xs, joined)]
 
 
 @cast_all.register_fake
-def _(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [torch.empty_like(x, dtype=dtype) for x in xs]
+def _(xs: Sequence[Tensor], dtype: torch.dtype, joined: Sequence[int]) -> list[Tensor]:
+    return [_cast(parts, dtype) for parts in _parts(xs, joined)]
 
 
-def _lower(xs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+def _cast(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).to(dtype)
+
+
+def _parts(xs: Sequence[Any], joined: Sequence[int]) -> list[Sequence[Any]]:
+    ends = list(accumulate(joined))
+    return [xs[end - count : end] for end, count in zip(ends, joined, strict=True)]
+
+
+def _lower(xs: Sequence[Any], dtype: torch.dtype, joined: Sequence[int]) -> list[Any]:
     """Lower ``cast_all``."""
-    return one_kernel([lowerings[torch.ops.prims.convert_element_type.default](x, dtype) for x in xs])
+    values = [pointwise_cat(parts) if len(parts) > 1 else parts[0] for parts in _parts(xs, joined)]
+    return one_kernel([lowerings[torch.ops.prims.convert_element_type.default](x, dtype) for x in values])
 
 
 KERNEL = KernelOp(NAME, "casts a list of tensors in one kernel", cast_all, _lower)
@@ -80,7 +97,7 @@ def _groups(graph: Graph) -> list[list[Node]]:
     elements: dict[Any, int] = defaultdict(int)
     changed = written(graph)
     for node in graph.nodes:
-        if not _is_alone(node) or cast_of(node) in changed:
+        if not _is_alone(node) or changed.intersection(_sources(node)):
             continue
         value = node.meta["val"]
         key, size = (value.device, value.dtype), value.numel()
@@ -96,13 +113,22 @@ def _groups(graph: Graph) -> list[list[Node]]:
 
 def _is_alone(node: Node) -> bool:
     """Return whether a node is a cast of an input to half precision for which Inductor would make a kernel of its own."""
-    source, value = cast_of(node), fake_tensor(node)
-    if source is None or source.op != "placeholder" or value is None or value.dtype not in HALF:
+    value = fake_tensor(node)
+    if not _sources(node) or value is None or value.dtype not in HALF:
         return False
     is_static = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
     if not is_static or not 0 < value.numel() <= MOST_OF_ONE:
         return False
     return Target.of(value.device).triton and _is_stored(node)
+
+
+def _sources(node: Node) -> list[Node]:
+    """Return the inputs of the graph that a node casts: one, or several that are concatenated. No other cast has any."""
+    source = cast_of(node)
+    sources = [source]
+    if source is not None and source.target is aten.cat.default and arg(source, 1, "dim", 0) == 0:
+        sources = source.args[0]
+    return [*sources] if all(x is not None and x.op == "placeholder" for x in sources) else []
 
 
 def _is_stored(node: Node) -> bool:
@@ -120,14 +146,18 @@ def _is_read_from_memory(node: Node, user: Node) -> bool:
 
 def _cast_at_once(graph: Graph, casts: Sequence[Node]) -> None:
     """Replace casts by one ``cast_all``, in the place of the first."""
-    sources, dtype = [cast_of(node) for node in casts], casts[0].meta["val"].dtype
+    sources, dtype = [_sources(node) for node in casts], casts[0].meta["val"].dtype
     with graph.inserting_before(casts[0]):
-        together = graph.call_function(KERNEL.overload, (sources, dtype))
+        operands = ([*chain(*sources)], dtype, [len(parts) for parts in sources])
+        together = graph.call_function(KERNEL.overload, operands)
         together.meta = {"val": [node.meta["val"] for node in casts], "stack_trace": casts[0].meta.get("stack_trace")}
         for index, node in enumerate(casts):
             part = graph.call_function(operator.getitem, (together, index))
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)
     for node in casts:
+        source = cast_of(node)
         graph.erase_node(node)
+        if source.op != "placeholder" and not source.users:
+            graph.erase_node(source)
     record(NAME, "cast_all", "one kernel", f"for {len(casts)} casts to {dtype}", user_line(casts[0]))

@@ -12,12 +12,12 @@ import torch._inductor.decomposition as _decomposition
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.scan import scan_op
 from torch._inductor.graph import GraphLowering
-from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings
+from torch._inductor.lowering import empty, empty_strided, fallback_handler, lowerings, pointwise_cat
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.virtualized import V, ops
 from torch._ops import OpOverload
 
-__all__ = ["PointwiseSubgraphLowering", "V", "empty", "empty_strided", "lowerings", "ops"]
+__all__ = ["PointwiseSubgraphLowering", "V", "empty", "empty_strided", "lowerings", "ops", "pointwise_cat"]
 
 
 def register_decomposition(op: Any, decomposition: Callable[..., Any]) -> None:

@@ -107,7 +107,7 @@ NAMES: tuple[PrivateName, ...] = (
         "get_stride_order",
     ),
     *_of("torch._inductor.lowering", "ir, lowering", "lowerings"),
-    *_of("torch._inductor.lowering", "lowering", "empty", "empty_strided", "fallback_handler"),
+    *_of("torch._inductor.lowering", "lowering", "empty", "empty_strided", "fallback_handler", "pointwise_cat"),
     *_of("torch._inductor.pattern_matcher", "graph", "stable_topological_sort"),
     *_of("torch._inductor.runtime.compile_tasks", "config", "_set_triton_ptxas_path"),
     *_of("torch._inductor.runtime.triton_heuristics", "gluon", "ASTSource"),

@@ -98,7 +98,7 @@ def test_graph():
         "%1: float32[32, 32] = input\n"
         "%2: float32[32, 32] = input\n"
         "%3: float32[32] = input\n"
-        "%4:  = gradfuse.cast_all([%3, %1, %2, %1], bfloat16)\n"
+        "%4:  = gradfuse.cast_all([%3, %1, %2, %1], bfloat16, [1, 1, 1, 1])\n"
         "%5: bfloat16[32] = getitem(%4, 0)\n"
         "%6: bfloat16[32, 32] = getitem(%4, 1)\n"
         "%7: bfloat16[32, 32] = getitem(%4, 2)\n"
@@ -110,6 +110,43 @@ def test_graph():
         "%13: bfloat16[32, 32] = aten.mm(%12, %7)\n"
         "return [%13, %8]\n"
     )
+
+
+def test_graph_of_concatenated_weights():
+    """They are cast next to each other, where the matmul reads them."""
+
+    def linears(x, v, w, a, b):
+        bias, weight = torch.cat([a, b]), torch.cat([v, w])
+        return torch.addmm(cast(bias), cast(x), cast(weight).permute(1, 0))
+
+    assert text(grouped(linears, SQUARE, SQUARE, (97, 32), (32,), (97,))) == (
+        "%0: float32[32, 32] = input\n"
+        "%1: float32[32, 32] = input\n"
+        "%2: float32[97, 32] = input\n"
+        "%3: float32[32] = input\n"
+        "%4: float32[97] = input\n"
+        "%5:  = gradfuse.cast_all([%3, %4, %0, %1, %2], bfloat16, [2, 1, 2])\n"
+        "%6: bfloat16[129] = getitem(%5, 0)\n"
+        "%7: bfloat16[32, 32] = getitem(%5, 1)\n"
+        "%8: bfloat16[129, 32] = getitem(%5, 2)\n"
+        "%9: bfloat16[32, 129] = aten.permute(%8, [1, 0])\n"
+        "%10: bfloat16[32, 129] = aten.addmm(%6, %7, %9)\n"
+        "return %10\n"
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_concatenated_weights_are_cast_to_the_same_bits(device):
+    torch.manual_seed(0)
+    place, scope = ("cuda", contextlib.nullcontext()) if device == "cuda" else ("cpu", triton_on_cpu())
+    xs = [torch.randn(n, 33, device=place) for n in (1, 97, 1000, 5)]
+    run = torch.compile(lambda *xs: together.cast_all(xs, BF16, [1, 2, 1]), backend="gradfuse")
+    torch._dynamo.reset()
+    with scope:
+        results, (code,) = run_and_get_code(run, *xs)
+    assert len(kernels_of(code)) == 1
+    for x, y in zip(results, (xs[0], torch.cat(xs[1:3]), xs[3]), strict=True):
+        assert torch.equal(x, y.to(BF16))
 
 
 def pair(a, b):

@@ -1,0 +1,1 @@
+"""Linear layers that read the same input."""

@@ -1,0 +1,158 @@
+"""Linear layers that read the same input, as the query, key and value of an attention do, become one under autocast.
+
+    q = linear(x, v, a)                  both = linear(x, cat([v, w]), cat([a, b]))
+    k = linear(x, w, b)                  q, k = split(both, [v.shape[0], w.shape[0]], -1)
+
+The backward then has one matmul for the gradient of ``x`` instead of one for each layer and their sum, one for the gradients
+of all weights, and one sum for those of all biases. Autocast casts the weights in any case, and the casts write them next to
+each other (casts/together.py). Without a cast the copy would cost what the matmuls save, so these layers stay as they are.
+
+The results are slices, whose rows are not next to each other. Where a model takes a view that only other strides allow, or
+hands a result to code that is not torch's, the layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..casts.together import MOST_OF_ONE
+from ..core.dynamo_graph import Inserter
+from ..core.fx import HALF, called, fake_tensor, value_or_none
+from ..core.outside import is_returned
+from ..core.purity import sets_gradient_mode
+from ..core.report import record, user_line
+from ..core.target import Target
+from ..core.terms import arg, calls_torch, op
+from ..core.writes import VIEWS, Writes
+from ..options import Options
+from ..torch_api.config import addmm_stays_whole, templates_multiply
+from ..torch_api.graph import is_wrapper
+from ..torch_api.higher_order import flex_attention_hop
+
+NAME = "linears_together"
+
+#: Functions that begin or end a region in which autocast is on or off.
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+#: Ops whose result depends on the strides of their operand.
+_READS_STRIDES = {"as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset", "view_as_complex"}
+#: A weight has a multiple of so many rows. Then a slice begins at 16 bytes, which kernels of attention read at once.
+_ROWS = 8
+
+
+def rewrite(gm: GraphModule, options: Options) -> None:
+    """Replace linear layers of Dynamo's graph that read the same input by one, in place."""
+    if templates_multiply() or not addmm_stays_whole():
+        return
+    writes = Writes(gm.graph)
+    for layers in _groups(gm.graph, writes):
+        if len(layers) > 1 and not writes.during(_operands(layers[0])[:1], layers[0], layers[-1]):
+            _compute_at_once(gm.graph, layers)
+
+
+def _groups(graph: Graph, writes: Writes) -> list[list[Node]]:
+    """Return the layers of the same input that may be one, in the order of the graph."""
+    groups: dict[Any, list[Node]] = defaultdict(list)
+    sizes: dict[Any, int] = defaultdict(int)
+    mode = 0
+    for node in graph.nodes:
+        mode += sets_gradient_mode(node) or called(node) in _AUTOCAST
+        if not _is_layer(node) or node in writes.without_gradient or not _may_be_slice(node, writes):
+            continue
+        source, weight, *bias = _operands(node)
+        size = fake_tensor(weight).numel()
+        key = (source, mode, fake_tensor(node).dtype, not bias)
+        if sizes[key] + size <= MOST_OF_ONE:
+            groups[key].append(node)
+            sizes[key] += size
+    return list(groups.values())
+
+
+def _operands(layer: Node) -> list[Node]:
+    """Return the input, the weight and, if there is one, the bias of a linear layer."""
+    operands = (arg(layer, 0, "input"), arg(layer, 1, "weight"), arg(layer, 2, "bias"))
+    return [x for x in operands if x is not None]
+
+
+def _is_layer(node: Node) -> bool:
+    """Return whether a node is a linear layer of the graph's inputs in fp32 that autocast computes in half precision."""
+    result = fake_tensor(node)
+    if op(node) != "linear" or not calls_torch(node) or result is None or result.dtype not in HALF:
+        return False
+    source, *parameters = _operands(node)
+    values = [fake_tensor(x) for x in (source, *parameters)]
+    if any(x is None or is_wrapper(x) for x in values) or not Target.of(result.device).triton:
+        return False
+    shape = values[1].shape
+    if len(shape) != 2 or shape[0] % _ROWS or any(x.shape != shape[:1] for x in values[2:]):
+        return False
+    return all(_is_parameter(x) for x in parameters)
+
+
+def _is_parameter(node: Node) -> bool:
+    value = fake_tensor(node)
+    is_static = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+    return node.op == "placeholder" and is_static and value.dtype is torch.float32 and value.requires_grad
+
+
+def _may_be_slice(layer: Node, writes: Writes) -> bool:
+    """Return whether nothing changes if a layer's result is a slice of a larger tensor."""
+    result = fake_tensor(layer)
+    width = result.shape[-1]
+    wide = result.new_empty([*result.shape[:-1], 2 * width])[..., :width]
+    changed = writes.after(layer) or any(writes.after(x) for x in _operands(layer)[1:])
+    return not changed and not is_returned(layer) and _users_take(layer, wide)
+
+
+def _users_take(node: Node, value: Any) -> bool:
+    """Return whether every user of a tensor takes one with the strides of ``value``."""
+    for user in node.users:
+        if user.target is flex_attention_hop:
+            continue
+        if not calls_torch(user) or op(user) in _READS_STRIDES:
+            return False
+        if op(user) in VIEWS and not _users_take_view(user, node, value):
+            return False
+    return True
+
+
+def _users_take_view(view: Node, node: Node, value: Any) -> bool:
+    """Return whether a view of a tensor exists for the strides of ``value``, and its users take it."""
+    args, kwargs = map_arg((view.args, view.kwargs), lambda n: value if n is node else value_or_none(n))
+    function = getattr(torch.Tensor, view.target) if view.op == "call_method" else view.target
+    try:
+        return _users_take(view, function(*args, **kwargs))
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _compute_at_once(graph: Graph, layers: Sequence[Node]) -> None:
+    """Replace layers by one, in the place of the first."""
+    first = layers[0]
+    source, *parameters = zip(*(_operands(layer) for layer in layers), strict=True)
+    dtype = fake_tensor(first).dtype
+    insert = Inserter(graph, first)
+    with graph.inserting_before(first):
+        joined = [insert.function(torch.cat, [*each]) for each in parameters]
+        operands = (source[0], *joined)
+        together = insert.call(F.linear, operands, lambda: _value(operands, dtype))
+        parts = insert.function(torch.split, together, [fake_tensor(layer).shape[-1] for layer in layers], -1)
+        for index, layer in enumerate(layers):
+            insert.take_place(layer, insert.function(operator.getitem, parts, index), lambda user: True)
+    for layer in layers:
+        graph.erase_node(layer)
+    record(NAME, "linear", "one matmul", f"for {len(layers)} layers that read the same input", user_line(first))
+
+
+def _value(operands: Sequence[Node], dtype: torch.dtype) -> torch.Tensor:
+    """Return what autocast to ``dtype`` computes of fake operands. While this compiles, its mode may be another one."""
+    values = [fake_tensor(x) for x in operands]
+    with torch.autocast(values[0].device.type, enabled=False):
+        return F.linear(*(x.to(dtype) for x in values))
