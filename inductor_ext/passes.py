@@ -19,14 +19,13 @@ from torch.fx import GraphModule
 from .attention import canonical, hoisting, kernel_dropout, layouts, no_mask
 from .attention import cpu as dense_attention
 from .attention.recognition import rewrite as recognition
+from .casts import linears, together
 from .casts import rewrite as casts
-from .casts import together
 from .core import equal_graphs, joint_graph
 from .core.dynamo_graph import graphs_in
 from .core.pass_ import Pass
 from .dump import Dump
 from .gathers import cpu_indices, gathers, scatters
-from .linears import together as linears
 from .mlstm import cpu as dense_mlstm
 from .mlstm import rewrite as mlstm
 from .options import Options

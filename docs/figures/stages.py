@@ -36,6 +36,7 @@ STAGES = (
             "scans",
             "mlstm_pattern",
             "equal_graphs",
+            "linears_together",
         ),
     ),
     Stage("AOTAutograd", "derives the backward: one joint graph", False),

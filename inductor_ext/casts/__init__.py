@@ -1,1 +1,1 @@
-"""Casts that need not be."""
+"""Casts that need not be, and casts that share a kernel."""

@@ -6,7 +6,7 @@ casts. Most take less time on the GPU than a launch takes on the host. A group i
 
     convert_element_type(w, bf16), ...       cast_all([w, ...], bf16, [1, ...])[i], ...
 
-Weights that are concatenated before their cast are written next to each other by the same kernel (linears/together.py).
+Weights that are concatenated before their cast are written next to each other by the same kernel (linears.py).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ __all__ = [
     "buffer_value",
     "enter_inference_mode",
     "is_erased",
+    "is_graph_argument",
     "is_torch",
     "is_wrapper",
     "pytree",
@@ -56,6 +57,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def assert_async(condition: torch.Tensor, message: str) -> None:
     """Raise an error if a bool tensor of one element is False: at once on a CPU, by a device-side assertion on a GPU."""
     torch._assert_async(condition, message)
+
+
+def is_graph_argument(node: Node) -> bool:
+    """Return whether a node is an input of Dynamo's graph, and not of a graph in it, as the body of a checkpoint is."""
+    return node.op == "placeholder" and node.meta.get("grapharg") is not None
 
 
 def buffer_value(node: Node) -> torch.Tensor | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._inductor.virtualized import V
 from torch.fx import Node, Proxy
-from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false, statically_known_true
 from torch.utils._sympy.functions import CeilDiv, FloatTrueDiv, FloorDiv, IntTrueDiv, Mod, RoundToInt, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -33,6 +33,11 @@ def length(size: Any) -> int:
 def known_at_most(value: Any, most: int) -> bool:
     """Return whether a size is known to be at most ``most``."""
     return V.graph.sizevars.statically_known_leq(value, most)
+
+
+def is_unbacked(values: Sequence[Any]) -> bool:
+    """Return whether one of these numbers, or a size of one of these tensors, depends on data."""
+    return bool(free_unbacked_symbols([x for x in values if isinstance(x, (torch.SymInt, torch.Tensor))]))
 
 
 def size_hint(size: Any) -> int | None:

@@ -133,7 +133,9 @@ NAMES: tuple[PrivateName, ...] = (
     *_of("torch.compiler", "tracing", "_is_compiling_flag"),
     *_of("torch.fx", "graph", "Node._erased"),
     *_of("torch.fx.experimental.proxy_tensor", "tracing", "get_proxy_mode", "make_fx"),
-    *_of("torch.fx.experimental.symbolic_shapes", "sizes", "guard_or_false", "statically_known_true"),
+    *_of(
+        "torch.fx.experimental.symbolic_shapes", "sizes", "free_unbacked_symbols", "guard_or_false", "statically_known_true"
+    ),
     *_of("torch._prims.rng_prims", "graph", "run_with_rng_state"),
     *_of("torch.nn.attention.flex_attention", "frontend", "_validate_device"),
     *_of("torch.nn.attention.flex_attention", "higher_order", "_create_empty_block_mask"),

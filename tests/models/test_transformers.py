@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from inductor_ext.attention.recognition import grouped, rewrite
+from inductor_ext.casts import linears
 from inductor_ext.core.report import collect
 from tests.attention.case import relative_error
 from tests.support.eager_graphs import eager_graphs
+from tests.support.targets import on_target
 
 pytest.importorskip("transformers", reason="pip install -e '.[models]'")
 from .zoo import MODELS, encoder_and_decoder, t5
@@ -70,6 +72,26 @@ def test_gradients(name, device):
         # A gradient that is zero in exact arithmetic (a key's bias, which softmax cancels) has rounding errors only.
         if not without[0] and torch.stack(exactly).norm() > 1e-9:
             assert relative_error(torch.stack(mine), torch.stack(exactly)) < 1e-5, parameter
+
+
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast(name):
+    """As on a GPU, where layers of one input become one. Gradients are as exact as in eager mode, all of them together."""
+    torch.manual_seed(0)
+    case = MODELS[name]
+    model, inputs = case.build().train(), case.inputs()
+    exact = step(copy.deepcopy(model).double(), widened(inputs))
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = step(eager, inputs)
+        with on_target(triton=True), eager_graphs(), collect() as report:
+            ours = step(torch.compile(model, backend="gradfuse"), inputs)
+    layers = [d.why for d in report.decisions if d.pass_name == linears.NAME]
+    assert (layers == []) == (name in ("sam", "vitdet")), "these have one layer for query, key and value"
+    known = [key for key, x in exact.items() if x is not None and x.norm() > 1e-9]
+    error = [torch.tensor([relative_error(found[key], exact[key]) for key in known]).norm() for found in (ours, theirs)]
+    assert error[0] <= 1.2 * error[1]
 
 
 @pytest.mark.breadth(0)

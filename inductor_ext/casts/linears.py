@@ -5,10 +5,10 @@
 
 The backward then has one matmul for the gradient of ``x`` instead of one for each layer and their sum, one for the gradients
 of all weights, and one sum for those of all biases. Autocast casts the weights in any case, and the casts write them next to
-each other (casts/together.py). Without a cast the copy would cost what the matmuls save, so these layers stay as they are.
+each other (together.py). Without a cast the copy would cost what the matmuls save, so these layers stay as they are.
 
 The results are slices, whose rows are not next to each other. Where a model takes a view that only other strides allow, or
-hands a result to code that is not torch's, the layers stay as they are.
+hands a result to code that is not torch's, the layers stay as they are. So does a layer whose parameters get no gradient.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..casts.together import MOST_OF_ONE
 from ..core.dynamo_graph import Inserter
 from ..core.fx import HALF, called, fake_tensor, value_or_none
 from ..core.outside import is_returned
 from ..core.purity import sets_gradient_mode
 from ..core.report import record, user_line
 from ..core.target import Target
-from ..core.terms import arg, calls_torch, op
+from ..core.terms import CASTS, arg, calls_torch, op
 from ..core.writes import VIEWS, Writes
 from ..options import Options
 from ..torch_api.config import addmm_stays_whole, templates_multiply
-from ..torch_api.graph import is_wrapper
+from ..torch_api.graph import OpOverload, is_graph_argument, is_wrapper, pytree, storage_of
 from ..torch_api.higher_order import flex_attention_hop
+from ..torch_api.sizes import is_unbacked
+from .together import MOST_OF_ONE
 
 NAME = "linears_together"
 
@@ -97,9 +98,11 @@ def _is_layer(node: Node) -> bool:
 
 
 def _is_parameter(node: Node) -> bool:
+    """Return whether a node is an input of the whole graph, not of a graph in it: fp32, contiguous, and with a gradient."""
     value = fake_tensor(node)
     is_static = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
-    return node.op == "placeholder" and is_static and value.dtype is torch.float32 and value.requires_grad
+    known = is_graph_argument(node) and is_static and value.is_contiguous()
+    return known and value.dtype is torch.float32 and value.requires_grad
 
 
 def _may_be_slice(layer: Node, writes: Writes) -> bool:
@@ -108,29 +111,57 @@ def _may_be_slice(layer: Node, writes: Writes) -> bool:
     width = result.shape[-1]
     wide = result.new_empty([*result.shape[:-1], 2 * width])[..., :width]
     changed = writes.after(layer) or any(writes.after(x) for x in _operands(layer)[1:])
-    return not changed and not is_returned(layer) and _users_take(layer, wide)
+    return not changed and not is_returned(layer) and _has_gradient(layer) and _users_take(layer, wide)
+
+
+def _has_gradient(layer: Node) -> bool:
+    """Return whether a result of the graph depends on a layer in a differentiable way.
+
+    Otherwise its parameters have no gradient, which is not the same as zeros: an optimizer leaves such a parameter alone.
+    """
+    seen, pending = {layer}, [layer]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            values = pytree.tree_leaves(value_or_none(user))
+            if user not in seen and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def _users_take(node: Node, value: Any) -> bool:
-    """Return whether every user of a tensor takes one with the strides of ``value``."""
-    for user in node.users:
-        if user.target is flex_attention_hop:
-            continue
-        if not calls_torch(user) or op(user) in _READS_STRIDES:
-            return False
-        if op(user) in VIEWS and not _users_take_view(user, node, value):
-            return False
-    return True
+    """Return whether every user of a tensor, or of several, takes what has the strides of ``value``."""
+    return all(_takes(user, node, value) for user in node.users)
 
 
-def _users_take_view(view: Node, node: Node, value: Any) -> bool:
-    """Return whether a view of a tensor exists for the strides of ``value``, and its users take it."""
-    args, kwargs = map_arg((view.args, view.kwargs), lambda n: value if n is node else value_or_none(n))
-    function = getattr(torch.Tensor, view.target) if view.op == "call_method" else view.target
+def _takes(user: Node, node: Node, value: Any) -> bool:
+    if user.target is flex_attention_hop:
+        return True
+    if not calls_torch(user) or isinstance(user.target, OpOverload) or op(user) in _READS_STRIDES:
+        return False
+    if op(user) not in VIEWS | CASTS:
+        return not _shares_memory(user, node)
+    others = [value_or_none(x) for x in user.all_input_nodes if x is not node]
+    # A tensor among the operands may be an index, and what it finds may have a size that is not known.
+    depends_on_data = any(isinstance(x, torch.Tensor) for x in others) or is_unbacked(others)
+    if depends_on_data or is_unbacked(pytree.tree_leaves(value_or_none(user))):
+        return not _shares_memory(user, node)
+    args, kwargs = map_arg((user.args, user.kwargs), lambda n: value if n is node else value_or_none(n))
+    function = getattr(torch.Tensor, user.target) if user.op == "call_method" else user.target
     try:
-        return _users_take(view, function(*args, **kwargs))
+        return _users_take(user, function(*args, **kwargs))
     except (RuntimeError, ValueError):
         return False
+
+
+def _shares_memory(user: Node, node: Node) -> bool:
+    """Return whether a result of ``user`` may be a view of ``node``, which is a tensor or several."""
+    mine, others = (
+        {storage_of(x) for x in pytree.tree_leaves(value_or_none(n)) if isinstance(x, torch.Tensor)} for n in (user, node)
+    )
+    return not mine.isdisjoint(others)
 
 
 def _compute_at_once(graph: Graph, layers: Sequence[Node]) -> None:

@@ -1,1 +1,0 @@
-"""Linear layers that read the same input."""
