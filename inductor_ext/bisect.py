@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .core.table import progress
 from .registry import NAMES
+from .torch_api import bisector
 
 #: No script compiles more graphs than this.
 _MOST_GRAPHS = 1024
@@ -60,10 +61,7 @@ def run(path: str, arguments: Sequence[str] = (), repro: str = "gradfuse_repro.p
         return 1
     print("The script fails. Running it without our passes ...", flush=True)
     if script.fails(names):
-        print(
-            "The script also fails without any pass of gradfuse. "
-            'Try backend="inductor" and torch._inductor.compiler_bisector.'
-        )
+        print(f'The script also fails without any pass of gradfuse. Try backend="inductor" and {bisector.MODULE}.')
         return 1
 
     def with_passes(count: int) -> bool:

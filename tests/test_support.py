@@ -66,15 +66,15 @@ def test_whole_tiles_are_combined_as_their_elements_are(shape, keep_dims):
             # Over all axes only for vectors, because of several operands the interpreter flattens the first one alone.
             for axis in (*axes, *([None] if len(shape) == 1 else [])):
                 operation = interpreter.ReduceOps(axis, Affine, keep_dims)
-                _agree(_reduce(operation, inputs), GENERIC_REDUCE(operation, inputs))
+                _assert_agreement(_reduce(operation, inputs), GENERIC_REDUCE(operation, inputs))
             for axis in axes:
                 operation = interpreter.ScanOps(axis, Affine, False)
-                _agree(_scan(operation, inputs), GENERIC_SCAN(operation, inputs))
+                _assert_agreement(_scan(operation, inputs), GENERIC_SCAN(operation, inputs))
         finally:
             patched.restore()
 
 
-def _agree(got, want):
+def _assert_agreement(got, want):
     for a, b in zip(got, want, strict=True):
         assert a.type == b.type and np.shape(a.handle.data) == np.shape(b.handle.data)
         np.testing.assert_allclose(a.handle.data, b.handle.data, rtol=1e-5, atol=1e-6)

@@ -24,9 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..core.dynamo_graph import Inserter
-from ..core.fx import HALF, called, fake_tensor, value_or_none
+from ..core.fx import HALF, fake_tensor, value_or_none
 from ..core.outside import is_returned
-from ..core.purity import sets_gradient_mode
+from ..core.purity import sets_autocast, sets_gradient_mode
 from ..core.report import record, user_line
 from ..core.target import Target
 from ..core.terms import CASTS, arg, calls_torch, op
@@ -40,11 +40,10 @@ from .together import MOST_OF_ONE
 
 NAME = "linears_together"
 
-#: Functions that begin or end a region in which autocast is on or off.
-_AUTOCAST = ("_enter_autocast", "_exit_autocast")
 #: Ops whose result depends on the strides of their operand.
 _READS_STRIDES = {"as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset", "view_as_complex"}
-#: A weight has a multiple of so many rows. Then a slice begins at 16 bytes, which kernels of attention read at once.
+#: The number of rows of each weight is a multiple of this. So every slice begins at a multiple of 16 bytes, which kernels of
+#: attention read at once.
 _ROWS = 8
 
 
@@ -62,10 +61,11 @@ def _groups(graph: Graph, writes: Writes) -> list[list[Node]]:
     """Return the layers of the same input that may be one, in the order of the graph."""
     groups: dict[Any, list[Node]] = defaultdict(list)
     sizes: dict[Any, int] = defaultdict(int)
+    reached = _reached_by_gradients(graph)
     mode = 0
     for node in graph.nodes:
-        mode += sets_gradient_mode(node) or called(node) in _AUTOCAST
-        if not _is_layer(node) or node in writes.without_gradient or not _may_be_slice(node, writes):
+        mode += sets_gradient_mode(node) or sets_autocast(node)
+        if not _is_layer(node) or fake_tensor(node).grad_fn not in reached or not _may_be_slice(node, writes):
             continue
         source, weight, *bias = _operands(node)
         size = fake_tensor(weight).numel()
@@ -111,24 +111,24 @@ def _may_be_slice(layer: Node, writes: Writes) -> bool:
     width = result.shape[-1]
     wide = result.new_empty([*result.shape[:-1], 2 * width])[..., :width]
     changed = writes.after(layer) or any(writes.after(x) for x in _operands(layer)[1:])
-    return not changed and not is_returned(layer) and _has_gradient(layer) and _users_take(layer, wide)
+    return not changed and not is_returned(layer) and _users_take(layer, wide)
 
 
-def _has_gradient(layer: Node) -> bool:
-    """Return whether a result of the graph depends on a layer in a differentiable way.
+def _reached_by_gradients(graph: Graph) -> set[Any]:
+    """Return autograd's functions of all values on which a result of the graph depends in a differentiable way.
 
-    Otherwise its parameters have no gradient, which is not the same as zeros: an optimizer leaves such a parameter alone.
+    If a layer is not among them, its parameters have no gradient. That is not the same as zeros: an optimizer leaves such a
+    parameter alone. Dynamo has run the graph on fake tensors, so autograd itself knows.
     """
-    seen, pending = {layer}, [layer]
+    results = pytree.tree_leaves([value_or_none(node) for node in graph.output_node().all_input_nodes])
+    pending = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
+    seen: set[Any] = set()
     while pending:
-        for user in pending.pop().users:
-            if user.op == "output":
-                return True
-            values = pytree.tree_leaves(value_or_none(user))
-            if user not in seen and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
-                seen.add(user)
-                pending.append(user)
-    return False
+        function = pending.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            pending += [before for before, _ in function.next_functions]
+    return seen
 
 
 def _users_take(node: Node, value: Any) -> bool:
@@ -137,6 +137,7 @@ def _users_take(node: Node, value: Any) -> bool:
 
 
 def _takes(user: Node, node: Node, value: Any) -> bool:
+    """Return whether one user does. A view is taken of ``value``, and its users are asked in turn."""
     if user.target is flex_attention_hop:
         return True
     if not calls_torch(user) or isinstance(user.target, OpOverload) or op(user) in _READS_STRIDES:

@@ -256,19 +256,22 @@ def _widen_matmul(build: Builder, cast: Node, backward: set[Node]) -> None:
 
 
 def _leaves(node: Node, backward: set[Node]) -> bool:
-    """Whether every use of a tensor ends in a result of the graph: as it is, reshaped, in parts, or added to a gradient.
+    """Whether every use of a tensor ends in a result of the graph: as it is, reshaped, or added to a gradient.
 
-    Gradients are accumulated in the backward, or in place into an input. For any other sum (a residual stream) the answer is
-    no, because the matmul would write twice the bytes and the sum would read twice the bytes.
+    The gradients of weights that one matmul reads (linears.py) are slices of its result. Gradients are accumulated in the
+    backward, or in place into an input. For any other sum (a residual stream) the answer is no, because the matmul would
+    write twice the bytes and the sum would read twice the bytes.
     """
     uses: Counter[bool] = Counter()
     pending = list(node.users)
     while pending:
         user = pending.pop()
+        # A slice in the forward may be all that is left of the result.
+        part = user.target is aten.slice.Tensor and user in backward
         summed = user.target is aten.add.Tensor and (user in backward or any(map(_is_stored_in_input, user.users)))
         if _is_stored_in_input(user):
             uses[True] += 1
-        elif user.target in VIEWS or user.target in (aten.clone.default, aten.slice.Tensor) or summed:
+        elif user.target in VIEWS or user.target is aten.clone.default or part or summed:
             pending.extend(user.users)
         else:
             uses[user.op == "output"] += 1

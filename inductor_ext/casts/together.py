@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..core.fx import HALF, VIEWS, cast_of, fake_tensor
+from ..core.fx import HALF, VIEWS, cast_of, dtype_of, fake_tensor, shape_of
 from ..core.kernel_op import KernelOp
 from ..core.purity import written
 from ..core.report import record, user_line
@@ -123,12 +123,18 @@ def _is_alone(node: Node) -> bool:
 
 
 def _sources(node: Node) -> list[Node]:
-    """Return the inputs of the graph that a node casts: one, or several that are concatenated. No other cast has any."""
+    """Return the inputs of the graph that a node casts: one, or several that are concatenated. No other cast has any.
+
+    ``cat`` also takes tensors of several dtypes, and drops empty ones of another rank; these are left to it.
+    """
     source = cast_of(node)
-    sources = [source]
-    if source is not None and source.target is aten.cat.default and arg(source, 1, "dim", 0) == 0:
-        sources = source.args[0]
-    return [*sources] if all(x is not None and x.op == "placeholder" for x in sources) else []
+    if source is None or source.op == "placeholder":
+        return [] if source is None else [source]
+    if source.target is not aten.cat.default or arg(source, 1, "dim", 0) != 0:
+        return []
+    parts = source.args[0]
+    kinds = {(dtype_of(x), len(shape_of(x))) for x in parts}
+    return [*parts] if len(kinds) == 1 and all(x.op == "placeholder" for x in parts) else []
 
 
 def _is_stored(node: Node) -> bool:

@@ -63,6 +63,15 @@ def sets_gradient_mode(node: Node) -> bool:
     return called(node) in (*_GRADIENT_MODE, *INFERENCE_MODE)
 
 
+#: The functions that begin and end a region in which autocast is on or off.
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+
+
+def sets_autocast(node: Node) -> bool:
+    """Whether a node begins or ends a region of ``torch.autocast``."""
+    return called(node) in _AUTOCAST
+
+
 def without_gradient(nodes: Iterable[Node]) -> dict[Node, None]:
     """The nodes of Dynamo's graph, in order, that are computed in regions without gradients."""
     found: dict[Node, None] = {}
@@ -85,9 +94,9 @@ def under_autocast(nodes: Iterable[Node]) -> dict[Node, None]:
     found: dict[Node, None] = {}
     depth = 0
     for node in nodes:
-        if called(node) == "_enter_autocast":
+        if called(node) == _AUTOCAST[0]:
             depth += 1
-        elif called(node) == "_exit_autocast":
+        elif called(node) == _AUTOCAST[1]:
             depth -= 1
         elif depth and node.op not in ("placeholder", "output"):
             found[node] = None

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from torch._inductor.compiler_bisector import BACKENDS, BisectSubsystem, CompilerBisector
 
+#: The module by which users start it.
+MODULE: str = CompilerBisector.__module__
+
 
 def offer(backend: str, subsystems: Iterable[str]) -> None:
     """Let ``CompilerBisector.do_bisect`` try ``backend`` after Inductor, and then its subsystems one by one.

@@ -239,6 +239,8 @@ LEFT_ALONE = {
     "an_op_of_aten": lambda m, x: (torch.ops.aten.as_strided.default(m.first(x), [4, 4], [4, 1]).sin(), m.second(x).sin()),
     "an_index": lambda m, x: (m.first(x)[torch.tensor(1)].sin(), m.second(x).sin()),
     "detached": lambda m, x: (m.first(x).sin() + m.second(x).detach()[..., :WIDTH],),
+    "only_its_dtype": lambda m, x: (m.first(x).sin().type_as(m.second(x)),),
+    "only_the_shape_of_a_view": lambda m, x: (m.first(x).sin().expand_as(m.second(x)[..., :WIDTH]),),
     "of_no_use": lambda m, x: (m.second(x), m.first(x).sin())[1:],
     "only_its_shape": lambda m, x: (m.first(x).sin() * m.second(x).shape[-1],),
     "only_where_it_is_largest": lambda m, x: (m.first(x).sin() * m.second(x).argmax(-1, keepdim=True),),

@@ -55,6 +55,14 @@ NOT_FOLDED = {
 }
 
 
+def test_slices():
+    """The gradients of weights that one matmul reads are slices of its result. In a forward a slice may be all that is left."""
+    parts = lambda y: [torch.ops.aten.slice.Tensor(y, 0, i, i + 2) for i in (0, 2)]  # noqa: E731
+    halves = [torch.empty(6, 6, dtype=BF16)] * 2
+    assert len(out_dtype_nodes(lambda x, tangents_1: parts(cast(tangents_1.t() @ x)), *halves)) == 1
+    assert not out_dtype_nodes(lambda a, b: parts(cast(a @ b)), *halves)
+
+
 @pytest.mark.parametrize("name", [*FOLDED, *NOT_FOLDED])
 def test_matmuls_with_fp32_output(name):
     function = {**FOLDED, **NOT_FOLDED}[name]

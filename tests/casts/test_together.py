@@ -166,6 +166,8 @@ LEFT_ALONE = {
     "to_a_wider_type": lambda a, b: cast(a, FP64) @ cast(b, FP64),
     "of_two_dtypes": lambda a, b: (cast(a) @ cast(a), cast(b, FP16) @ cast(b, FP16)),
     "of_a_tensor_that_is_written_to": write_after,
+    "of_a_concatenation_along_another_dim": lambda a, b: cast(torch.cat([a, b], 1)).mT @ cast(a.sin()),
+    "of_a_concatenation_with_values_of_the_graph": lambda a, b: cast(torch.cat([a, b.sin()])) @ cast(b.sin()),
     "read_by_nothing": lambda a, b: (cast(a), cast(b)) and a + b,
 }
 
@@ -178,6 +180,36 @@ def test_what_is_left_alone(name):
     else:
         assert groups_found == []
     assert groups(grouped(pair, SQUARE, SQUARE)) == [2], "the same tensors can be grouped"
+
+
+def test_concatenations_that_change_a_dtype_or_drop_a_tensor_are_left_alone():
+    """``cat`` widens its operands before the cast rounds, and takes an empty tensor of one dim for nothing."""
+
+    def of_two_dtypes(a, b):
+        return cast(torch.cat([a, b.double()])) @ cast(a.sin())
+
+    def with_an_empty_one(a, nothing):
+        return cast(torch.cat([nothing, a])) @ cast(a.sin())
+
+    def of_an_input_in_fp64(a, b):
+        return cast(torch.cat([a, b])) @ cast(a.sin())
+
+    assert groups(grouped(of_two_dtypes, SQUARE, SQUARE)) == []
+    with FakeTensorMode():
+        graphs = [
+            make_fx(with_an_empty_one)(torch.empty(SQUARE, device="cuda"), torch.empty(0, device="cuda")),
+            make_fx(of_an_input_in_fp64)(torch.empty(SQUARE, device="cuda"), torch.empty(SQUARE, device="cuda", dtype=FP64)),
+        ]
+        for gm in graphs:
+            # Another cast could be in the group.
+            output = gm.graph.output_node()
+            with gm.graph.inserting_before(output):
+                first = gm.graph.find_nodes(op="placeholder")[0]
+                other = gm.graph.call_function(torch.ops.prims.convert_element_type.default, (first, BF16))
+                other.meta = {"val": first.meta["val"].to(BF16)}
+            output.args = ((output.args[0], other),)
+            together.rewrite(gm, Options())
+            assert groups(gm.graph) == []
 
 
 def test_the_bias_of_a_convolution_is_left_alone():
