@@ -177,15 +177,26 @@ def test_in_a_region_of_autocast(autocast):
     assert check(Layers(region), tensor(3, 40, WIDTH), autocast=None) == [2]
 
 
-def test_input_that_changes_between():
-    """Autocast keeps a copy of the input for the backward, so eager mode allows this."""
+def input_changed_between(module, x):
+    y = x * 1.5
+    first = module.first(y)
+    y.add_(1)
+    return first.sin(), module.second(y).sin()
 
-    def changed(module, x):
-        y = x * 1.5
-        first = module.first(y)
-        y.add_(1)
-        return first.sin(), module.second(y).sin()
 
+def weight_changed_between(module, x):
+    first = module.first(x).sin()
+    with torch.no_grad():
+        module.second.weight.mul_(0.5)
+    second = module.second(x).sin()
+    with torch.no_grad():
+        module.second.weight.mul_(2)
+    return first, second
+
+
+@pytest.mark.parametrize("changed", [input_changed_between, weight_changed_between])
+def test_operands_that_change_between(changed):
+    """Autocast keeps a copy of each operand for the backward, so eager mode allows this."""
     torch.manual_seed(0)
     module, x = Layers(changed), tensor(3, 40, WIDTH)
     results, counts = compiled_step(module, x)
@@ -226,6 +237,7 @@ def computed_weight(module, x):
 LEFT_ALONE = {
     "returned": lambda m, x: (m.first(x), m.second(x)),
     "returned_as_a_view": lambda m, x: (m.first(x).mT, m.second(x).view(-1)),
+    "returned_after_ops_that_change_nothing": lambda m, x: (m.first(x) * 1, m.second(x) + 0),
     "of_two_inputs": lambda m, x: (m.first(x).sin(), m.second(x.sin()).sin()),
     "a_view_that_needs_whole_rows": lambda m, x: (m.first(x).view(-1).sin(), m.second(x).sin()),
     "strides_are_read": lambda m, x: (m.first(x).as_strided((4, 4), (4, 1)).sin(), m.second(x).sin()),
@@ -296,6 +308,14 @@ def test_slices_that_are_not_aligned_are_left_alone():
     torch.manual_seed(0)
     module = Layers(of_both)
     module.first = nn.Linear(WIDTH, WIDTH + 4)
+    assert check(module, tensor(3, 40, WIDTH)) == []
+
+
+def test_weights_in_another_layout_are_left_alone():
+    """Their gradients would have the layout of slices."""
+    torch.manual_seed(0)
+    module = Layers(of_both)
+    module.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).mT)
     assert check(module, tensor(3, 40, WIDTH)) == []
 
 
