@@ -33,7 +33,7 @@ from tests.support.emitted import (
     triton_sources,
 )
 from tests.support.interpreter import triton_on_cpu
-from tests.support.offline import Builder
+from tests.support.offline import Builder, spills_in_loops
 from tests.support.targets import on_target
 
 pytestmark = [
@@ -203,11 +203,16 @@ def test_narrow_heads_in_fp32_build_without_spills(name, builder):
 @pytest.mark.breadth(1)
 @pytest.mark.parametrize(("arch", "stages"), [(90, 3), (100, 1)])
 def test_windows_build(builder, arch, stages):
-    """Several programs at a time are what hides their latency, so four must fit into a multiprocessor's shared memory."""
+    """Several programs at a time are what hides their latency, so four must fit into a multiprocessor's shared memory.
+
+    In three stages up to eight registers that are needed after the loop are spilled before it: none, two, three or eight,
+    depending on the version of Triton and on the name of the file. One more in the loop would cost a read for each window.
+    """
     for source in sources_of_windows(arch=arch).values():
         assert "for number in range" in source
         built = builder.build(source, arch, 4, stages)
-        built.check()
+        built.check(spills=32 if stages == 3 else 0)
+        assert not spills_in_loops(built.sass)
         assert 4 * built.shared_memory <= SHARED_MEMORY[arch]
 
 

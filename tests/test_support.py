@@ -10,6 +10,7 @@ import torch
 from tests.attention.case import relative_error
 from tests.conftest import pytest_runtest_setup, share_of
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
+from tests.support.offline import spills_in_loops
 from tests.support.whole_tiles import _reduce, _scan
 
 if not torch.cuda.is_available():
@@ -89,3 +90,19 @@ def test_the_language_is_as_before_after_a_kernel():
         x = torch.randn(300)
         assert torch.equal(torch.compile(lambda x: x.cummax(0).values)(x), x.cummax(0).values)
     assert tl.load is load
+
+
+def test_spills_in_loops_are_told_from_those_around_them():
+    """In an instruction that a branch skips, and in a loop inside of a loop."""
+    sass = """
+        /*0000*/                   STL [R1+0x4], R4 ;     /* 0x0000040401007387 */
+        /*0010*/              @!P0 BRA 0x0030 ;
+        /*0020*/                   STL [R1+0x8], R4 ;
+        /*0030*/                   LDL R2, [R1+0x8] ;
+        /*0040*/               @P1 BRA 0x0040
+        /*0050*/                   LDL.LU R3, [R1+0xc] ;
+        /*0060*/              @!P0 BRA 0x0030 ;
+        /*0070*/                   LDL.LU R4, [R1+0x4] ;
+        /*0080*/                   BRA 0x0080;
+    """
+    assert [code.strip() for code in spills_in_loops(sass)] == ["LDL R2, [R1+0x8]", "LDL.LU R3, [R1+0xc]"]

@@ -21,13 +21,15 @@ RESERVED_SINCE_HOPPER = 1024
 class Built:
     """A kernel that was built for an architecture.
 
-    ttir: Triton's own representation of it, after the passes that are the same for all GPUs. stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
+    ttir: Triton's own representation of it, after the passes that are the same for all GPUs. sass: the GPU's instructions.
+    stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
     """
 
     name: str
     arch: int
     ttir: str
     ptx: str
+    sass: str
     stack: int
     shared_memory: int
 
@@ -61,10 +63,10 @@ class Builder:
         job = {"path": str(path), "name": name, "signature": signature(source), "arch": arch}
         reply = self._answer({**job, "num_warps": num_warps, "num_stages": num_stages})
         assert "error" not in reply, f"{name} for sm_{arch} was not built ({path}):\n{reply['error'][-3000:]}"
-        used = _resource_usage(f"{path}.cubin")
+        used = _resource_usage(path)
         static = used["SHARED"] - (RESERVED_SINCE_HOPPER if arch >= 90 else 0)
         ttir, ptx = (Path(f"{path}.{form}").read_text() for form in ("ttir", "ptx"))
-        return Built(name, arch, ttir, ptx, used["STACK"], reply["shared"] + static)
+        return Built(name, arch, ttir, ptx, _cuobjdump("-sass", path), used["STACK"], reply["shared"] + static)
 
     def _answer(self, job):
         if self._process is None or self._process.poll() is not None:
@@ -106,12 +108,25 @@ class Builder:
             self._process.communicate()
 
 
-def _resource_usage(cubin):
-    """What the only kernel of a cubin uses, by the cuobjdump that Triton's package carries."""
+def spills_in_loops(sass):
+    """The instructions inside of loops that move spilled registers. A loop ends with a branch to an address before it."""
+    lines = [(int(address, 16), code) for address, code in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;\n]*)", sass)]
+    branches = [(int(to, 16), address) for address, code in lines for to in re.findall(r"\bBRA\b.*?0x([0-9a-f]+)", code)]
+    loops = [(first, last) for first, last in branches if first < last]
+    moves = [(address, code) for address, code in lines if re.search(r"\b(STL|LDL)\b", code)]
+    return [code for address, code in moves if any(first <= address <= last for first, last in loops)]
+
+
+def _resource_usage(path):
+    """What the only kernel of a cubin uses."""
+    (line,) = re.findall(r"REG:.*", _cuobjdump("--dump-resource-usage", path))
+    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", line)}
+
+
+def _cuobjdump(what, path):
+    """What the cuobjdump that Triton's package carries prints of the cubin of a kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     tool = str(tool) if tool.exists() else shutil.which("cuobjdump")
-    done = subprocess.run([tool, "--dump-resource-usage", str(cubin)], capture_output=True, text=True, check=True)
-    (line,) = re.findall(r"REG:.*", done.stdout)
-    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", line)}
+    return subprocess.run([tool, what, f"{path}.cubin"], capture_output=True, text=True, check=True).stdout
