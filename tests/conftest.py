@@ -19,6 +19,7 @@ import pytest
 
 import inductor_ext  # noqa: F401  (registers the backend)
 from inductor_ext.torch_api.config import without_caches
+from tests.support.offline import Builder
 
 BEGIN = pytest.StashKey[float]()
 
@@ -98,3 +99,10 @@ def fresh_dynamo():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def builder(tmp_path_factory):
+    """Builds kernels for GPUs that are not here."""
+    with Builder(tmp_path_factory.mktemp("kernels")) as running:
+        yield running

@@ -1,15 +1,11 @@
 """Build the emitted kernels for GPUs that are not here: they build, fit into shared memory, do not spill, add in fp32."""
 
-import contextlib
 import dataclasses
 import math
 import re
-from unittest import mock
 
 import pytest
 import torch
-from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_ext.attention.captured import CapturedGradients
@@ -20,31 +16,13 @@ from inductor_ext.attention.tile_tables import TileTable
 from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
 from inductor_ext.core.target import SHARED_MEMORY, Target
-from inductor_ext.gathers.row_sums import bin_sums
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
-from tests.mlstm.test_compiled import emitted
-from tests.scan import test_linear_scan, test_scan_backward, test_scan_forward
 from tests.support.emitted import (
-    bin_sums_kernel,
-    counting_kernels,
-    entry_sums_kernel,
-    kernels_of,
-    segment_kernels,
     triton_sources,
 )
-from tests.support.interpreter import triton_on_cpu
-from tests.support.offline import Builder, spills_in_loops
-from tests.support.targets import on_target
+from tests.support.offline import OFFLINE, QUICK_ARCHITECTURES, builds, spills_in_loops
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py"),
-]
-
-
-@pytest.fixture(scope="session")
-def builder(tmp_path_factory):
-    with Builder(tmp_path_factory.mktemp("kernels")) as running:
-        yield running
+pytestmark = OFFLINE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +104,6 @@ SPILLS |= {("packed_documents", 90, "backward"): 776}
 SPILLS |= {("packed_documents", 100, "forward"): 48, ("packed_documents", 100, "backward"): 16}
 
 
-def builds(names, quick):
-    """Every name on every architecture; those that are not in ``quick`` are slow."""
-    every = [(*(name if isinstance(name, tuple) else (name,)), arch) for name in names for arch in STOCK]
-    return [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in every]
-
-
 def takes_one_pass(name, arch):
     """Whether the backward adds dQ in memory. Tiles that repeat are summed in registers, in two passes."""
     return Target.absent(arch).adds_tiles and name != "rows_and_columns_of_an_image"
@@ -175,7 +147,7 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, builder):
     assert all("f32" in add for add in adds)
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
+@pytest.mark.parametrize("arch", QUICK_ARCHITECTURES)
 @pytest.mark.parametrize("name", ["causal", "relative", "relative_shift"])
 def test_narrow_heads_build_without_spills(name, arch, builder):
     """The product with the values is by itself there (flex_forward.py.jinja). For sm_120 no tile has been timed."""
@@ -297,140 +269,3 @@ def test_wide_heads_fit_into_the_shared_memory_of_sm_120(name, dtype, dim, build
     """They spill, as stock's tiles do; nobody has run them."""
     for source, config in tiled(name, 120, STOCK_OF_SM_120[dtype, dim], dtype, dim).values():
         builder.build(source, 120, config.num_warps, config.num_stages).check(spills=math.inf)
-
-
-BROKEN = """
-def triton_broken(arg_A):
-    pass
-{how}
-# 'signature': {{'arg_A': '*fp32'}}
-"""
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("how", ["raise ValueError('of the kernel')", "import os; os._exit(3)"])
-def test_a_failed_build_names_its_kernel_and_is_the_only_one_to_fail(how, builder):
-    with pytest.raises(AssertionError, match=r"triton_broken for sm_90 was not built(.|\n)*(of the kernel|ended with 3)"):
-        builder.build(BROKEN.format(how=how), 90, 4, 1)
-    (source, num_warps), *_ = segment_kernels()
-    builder.build(source, 90, num_warps, 1).check()
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
-def test_sorted_segments_build_without_spills(arch, builder):
-    for source, num_warps in segment_kernels():
-        builder.build(source, arch, num_warps, 1).check()
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
-@pytest.mark.parametrize(
-    "heads, entries, parts, warps",
-    [(32, 512, 2, 8), (32, 512, 3, 8), (64, 512, 1, 4), (64, 512, 3, 8), (32, 256, 2, 4), (64, 64, 3, 4)],
-)
-def test_sums_of_entries_build_without_spills(heads, entries, parts, warps, arch, builder):
-    builder.build(entry_sums_kernel(heads, entries, parts), arch, warps, 3).check()
-
-
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
-def test_sorts_by_counting_build_without_spills(arch, builder):
-    for source, num_warps in counting_kernels().values():
-        builder.build(source, arch, num_warps, 1).check()
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))])
-@pytest.mark.parametrize("slices, parts", [((16, 12), 3), ((64,), 1)])
-def test_sums_of_bins_build_without_spills(slices, parts, arch, builder):
-    builder.build(bin_sums_kernel(slices, 512, parts), arch, 4, 1).check()
-
-
-def test_sums_of_bins_build_with_positions_of_64_bits(builder):
-    """The sums have 2.25e9 elements."""
-    codes = []
-    index = torch.zeros(1100, 50, dtype=torch.int64)
-    torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, contextlib.ExitStack() as scope:
-        scope.enter_context(triton_on_cpu())
-        scope.enter_context(mock.patch.object(GraphLowering, "save_output_code", codes.append))
-        # The kernel cannot run with fake tensors.
-        scope.enter_context(contextlib.suppress(Exception))
-        run = torch.compile(lambda v, i: bin_sums(v, i, 32000, 3), backend="gradfuse", dynamic=False)
-        run(torch.empty(64, 1100, 50), fake.from_tensor(index))
-    (kernel,) = [k for code in codes for k in kernels_of(code) if "BLOCK_E" in k]
-    assert "INDEX_DTYPE : tl.constexpr = tl.int64" in kernel
-    builder.build(kernel, 90, 4, 1)
-
-
-SCANS = {
-    "lanes": lambda dtype: test_linear_scan.emitted(20, dtype),
-    "rows": lambda dtype: test_linear_scan.emitted(1, dtype),
-    "backward": lambda dtype: test_scan_backward.emitted(test_scan_backward.matrix_product, dtype),
-    "apart": lambda dtype: test_scan_backward.emitted(test_scan_backward.log_space, dtype),
-    "forward": lambda dtype: test_scan_forward.emitted(test_scan_forward.matrix_product, dtype),
-    "constants": lambda dtype: test_scan_forward.emitted(test_scan_forward.segmented, dtype),
-    "conditions": lambda dtype: test_scan_forward.emitted(test_scan_forward.either_and_sum, dtype),
-}
-#: Bytes of stack a thread: the tile was the fastest all the same.
-SCAN_SPILLS = {("lanes", torch.bfloat16, 90): 16}
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize(
-    "name, dtype, arch",
-    builds(
-        [(name, dtype) for name in SCANS for dtype in (torch.float32, torch.bfloat16)],
-        {
-            ("lanes", torch.float32, 90),
-            ("backward", torch.float32, 90),
-            ("apart", torch.float32, 90),
-            ("constants", torch.float32, 90),
-        },
-    ),
-)
-def test_scans_build_without_spills(name, dtype, arch, builder):
-    source = SCANS[name](dtype)
-    num_warps = int(re.search(r"num_warps=(\d+)", source).group(1))
-    builder.build(source, arch, num_warps, 1).check(SCAN_SPILLS.get((name, dtype, arch), 0))
-
-
-#: Bytes of stack a thread by (width, dtype, arch, direction): what no tile that was tried avoids.
-MLSTM_SPILLS = {
-    (256, torch.bfloat16, 90, "forward"): 8,
-    (256, torch.float32, 80, "backward"): 312,
-    (256, torch.float32, 90, "backward"): 264,
-    (256, torch.float32, 100, "backward"): 264,
-    (256, torch.float32, 120, "backward"): 224,
-}
-
-
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize(
-    "width, dtype, arch",
-    builds(
-        [(w, BF16) for w in (64, 128, 256, 512)] + [(w, FP32) for w in (64, 256)],
-        {(128, BF16, 90), (512, BF16, 100), (256, BF16, 120), (512, BF16, 120)},
-    ),
-)
-def test_mlstm_builds_without_spills(width, dtype, arch, builder):
-    with on_target(architecture=arch):
-        sources = emitted(width, width, dtype, length=16)
-    for direction, source in zip(("forward", "backward"), sources, strict=True):
-        warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
-        built = builder.build(source, arch, warps, stages)
-        built.check(MLSTM_SPILLS.get((width, dtype, arch, direction), 0))
-
-
-@pytest.mark.breadth(0)
-@pytest.mark.parametrize("width, dtype, spills", [(128, BF16, 16), (256, BF16, 64), (64, FP32, 0)])
-def test_mlstm_with_states_builds(width, dtype, spills, builder):
-    """The widest heads in chunks, and more than one chunk. Only the backward may spill, by ``spills`` bytes."""
-    with on_target(architecture=90):
-        sources = emitted(width, width, dtype, length=512, first=True, last=True)
-    for source, most in zip(sources, (0, 0, 0, spills), strict=True):
-        warps, stages = (int(re.search(rf"{name}=(\d+)", source).group(1)) for name in ("num_warps", "num_stages"))
-        builder.build(source, 90, warps, stages).check(most)

@@ -9,8 +9,9 @@ import torch
 
 from tests.attention.case import relative_error
 from tests.conftest import pytest_runtest_setup, share_of
+from tests.support.emitted import segment_kernels
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
-from tests.support.offline import spills_in_loops
+from tests.support.offline import OFFLINE, spills_in_loops
 from tests.support.whole_tiles import _reduce, _scan
 
 if not torch.cuda.is_available():
@@ -106,3 +107,21 @@ def test_spills_in_loops_are_told_from_those_around_them():
         /*0080*/                   BRA 0x0080;
     """
     assert [code.strip() for code in spills_in_loops(sass)] == ["LDL R2, [R1+0x8]", "LDL.LU R3, [R1+0xc]"]
+
+
+BROKEN = """
+def triton_broken(arg_A):
+    pass
+{how}
+# 'signature': {{'arg_A': '*fp32'}}
+"""
+
+
+@OFFLINE
+@pytest.mark.breadth(0)
+@pytest.mark.parametrize("how", ["raise ValueError('of the kernel')", "import os; os._exit(3)"])
+def test_a_failed_build_names_its_kernel_and_is_the_only_one_to_fail(how, builder):
+    with pytest.raises(AssertionError, match=r"triton_broken for sm_90 was not built(.|\n)*(of the kernel|ended with 3)"):
+        builder.build(BROKEN.format(how=how), 90, 4, 1)
+    (source, num_warps), *_ = segment_kernels()
+    builder.build(source, 90, num_warps, 1).check()

@@ -9,12 +9,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from inductor_ext.core.target import SHARED_MEMORY
 from tests.support import kernel_builder
 from tests.support.emitted import signature
 
 #: Since 9.0, ptxas counts as static what the driver reserves in each block. A device's limit does not include it.
 RESERVED_SINCE_HOPPER = 1024
+
+
+#: The architectures that kernels are built for.
+ARCHITECTURES = (80, 90, 100, 120)
+#: Kernels in which nothing depends on it are built for one architecture in the quick suite.
+QUICK_ARCHITECTURES = [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.slow) for arch in ARCHITECTURES]
+#: The mark of tests that build kernels for GPUs that are not here.
+OFFLINE = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py")
+
+
+def builds(names, quick):
+    """Every name on every architecture; those that are not in ``quick`` are slow."""
+    every = [(*(name if isinstance(name, tuple) else (name,)), arch) for name in names for arch in ARCHITECTURES]
+    return [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in every]
 
 
 @dataclasses.dataclass(frozen=True)
