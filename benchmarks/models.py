@@ -73,7 +73,7 @@ def _first_step(name: str, peer: str, smoke: bool) -> tuple[dict[str, Any], Call
     if peer == "gradfuse":
         row["fired"] = Counter(d.pass_name for d in report.decisions if d.path != "stock")
     model.zero_grad(set_to_none=True)
-    # The processes of many models share a GPU, and what the first steps of all of them need at their peaks does not fit.
+    # All models of a run compile at the same time. Together they need more memory than a GPU has if each keeps its peak.
     torch.cuda.empty_cache()
     return row, lambda: _step(run, inputs, device, autocast)
 

@@ -17,10 +17,8 @@ from inductor_ext.attention.tiles import backward_config, forward_config
 from inductor_ext.attention.writers import Writers
 from inductor_ext.core.target import SHARED_MEMORY, Target
 from tests.attention.attention_kernels import ATTENTIONS, sources, sources_of_windows
-from tests.support.emitted import (
-    triton_sources,
-)
-from tests.support.offline import OFFLINE, QUICK_ARCHITECTURES, builds, spills_in_loops
+from tests.support.emitted import triton_sources
+from tests.support.offline import OFFLINE, QUICK_ARCHITECTURES, builds
 
 pytestmark = OFFLINE
 
@@ -177,14 +175,14 @@ def test_narrow_heads_in_fp32_build_without_spills(name, builder):
 def test_windows_build(builder, arch, stages):
     """Several programs at a time are what hides their latency, so four must fit into a multiprocessor's shared memory.
 
-    In three stages up to eight registers that are needed after the loop are spilled before it: none, two, three or eight,
-    depending on the version of Triton and on the name of the file. One more in the loop would cost a read for each window.
+    In three stages up to eight registers that are needed after the loop over windows are spilled before it: none with Triton
+    3.7, three with 3.9, and two or eight with 3.6. Inside of the loop each would be moved once for every window.
     """
     for source in sources_of_windows(arch=arch).values():
         assert "for number in range" in source
         built = builder.build(source, arch, 4, stages)
         built.check(spills=32 if stages == 3 else 0)
-        assert not spills_in_loops(built.sass)
+        built.check_loops()
         assert 4 * built.shared_memory <= SHARED_MEMORY[arch]
 
 

@@ -11,7 +11,7 @@ from tests.attention.case import relative_error
 from tests.conftest import pytest_runtest_setup, share_of
 from tests.support.emitted import segment_kernels
 from tests.support.interpreter import INTERPRETED, triton_on_cpu
-from tests.support.offline import OFFLINE, spills_in_loops
+from tests.support.offline import OFFLINE, loops_and_spills
 from tests.support.whole_tiles import _reduce, _scan
 
 if not torch.cuda.is_available():
@@ -94,19 +94,19 @@ def test_the_language_is_as_before_after_a_kernel():
 
 
 def test_spills_in_loops_are_told_from_those_around_them():
-    """In an instruction that a branch skips, and in a loop inside of a loop."""
+    """A branch forward is no loop, and a branch to itself, which ends every kernel, is none either."""
     sass = """
         /*0000*/                   STL [R1+0x4], R4 ;     /* 0x0000040401007387 */
         /*0010*/              @!P0 BRA 0x0030 ;
         /*0020*/                   STL [R1+0x8], R4 ;
         /*0030*/                   LDL R2, [R1+0x8] ;
-        /*0040*/               @P1 BRA 0x0040
+        /*0040*/               @P1 BRA 0x0060
         /*0050*/                   LDL.LU R3, [R1+0xc] ;
         /*0060*/              @!P0 BRA 0x0030 ;
         /*0070*/                   LDL.LU R4, [R1+0x4] ;
         /*0080*/                   BRA 0x0080;
     """
-    assert [code.strip() for code in spills_in_loops(sass)] == ["LDL R2, [R1+0x8]", "LDL.LU R3, [R1+0xc]"]
+    assert loops_and_spills(sass) == ([(0x30, 0x60)], ["LDL R2, [R1+0x8]", "LDL.LU R3, [R1+0xc]"])
 
 
 BROKEN = """

@@ -15,7 +15,6 @@ from tests.attention.case import Case, relative_error
 from tests.support import snapshots
 from tests.support.emitted import body, triton_sources
 from tests.support.interpreter import DEVICES, INTERPRETED, triton_on_cpu
-from tests.support.offline import Builder
 from tests.support.targets import on_target
 
 OWN = "summed over the batch by programs of its own"
@@ -198,15 +197,14 @@ BUILT = [
 @INTERPRETED
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("given", BUILT, ids=lambda c: c.name)
-def test_builds_without_spills(given, tmp_path, monkeypatch):
+def test_builds_without_spills(given, builder, monkeypatch):
     monkeypatch.setattr(batch_sums, "PROGRAMS", 0)
-    with Builder(tmp_path) as builder:
-        for arch in SHARED_MEMORY:
-            with on_target(architecture=arch):
-                own, main = kernels(given, tma=arch >= 90)
-            # Triton 3.6 spills two registers of each there, later ones none.
-            spills = 8 if arch == 120 else 0
-            builder.build(own, arch, batch_sums.TILE["num_warps"], batch_sums.TILE["num_stages"]).check(spills)
-            warps, stages = (int(re.search(rf"{name}=(\d+)", main).group(1)) for name in ("num_warps", "num_stages"))
-            # Rows that are not aligned are read one by one, beside a factor of each score: 8 bytes, and 48 with Triton 3.9.
-            builder.build(main, arch, warps, stages).check(48 if given.name == "factor_of_odd_lengths" else spills)
+    for arch in SHARED_MEMORY:
+        with on_target(architecture=arch):
+            own, main = kernels(given, tma=arch >= 90)
+        # Triton 3.6 spills two registers of each there, later ones none.
+        spills = 8 if arch == 120 else 0
+        builder.build(own, arch, batch_sums.TILE["num_warps"], batch_sums.TILE["num_stages"]).check(spills)
+        warps, stages = (int(re.search(rf"{name}=(\d+)", main).group(1)) for name in ("num_warps", "num_stages"))
+        # Rows that are not aligned are read one by one, beside a factor of each score: 8 bytes, and 48 with Triton 3.9.
+        builder.build(main, arch, warps, stages).check(48 if given.name == "factor_of_odd_lengths" else spills)

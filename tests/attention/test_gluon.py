@@ -16,12 +16,10 @@ from inductor_ext.core.report import collect
 from inductor_ext.torch_api.template import build_failure
 from tests.support import snapshots
 from tests.support.emitted import body, triton_sources
-from tests.support.offline import Builder
+from tests.support.offline import OFFLINE
 from tests.support.targets import on_target
 
 from .case import relative_error
-
-OFFLINE = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run")
 
 
 def causal(b, h, q, k):
@@ -133,9 +131,8 @@ def test_emitted_kernel():
 @pytest.mark.breadth(2)
 @pytest.mark.parametrize("length", [512, 500])
 @pytest.mark.parametrize("name", TAKEN)
-def test_builds_without_spills(name, length, tmp_path):
-    with Builder(tmp_path) as builder:
-        builder.build(source(TAKEN[name], length), 90, 4, 1).check()
+def test_builds_without_spills(name, length, builder):
+    builder.build(source(TAKEN[name], length), 90, 4, 1).check()
 
 
 LONG = Attention(None, lambda *_: lambda s, b, h, q, k: s + torch.where(q > 5, 70000, 0) * q % 7)
@@ -178,21 +175,19 @@ def test_attentions_that_it_leaves(name):
 
 
 @OFFLINE
-def test_lengths_that_may_change(tmp_path):
+def test_lengths_that_may_change(builder):
     """They are arguments of the kernel, and its warpgroups' functions have these too."""
     kernel = source(TAKEN["plain"], dynamic=True)
     assert "ks0" in kernel
-    with Builder(tmp_path) as builder:
-        builder.build(kernel, 90, 4, 1).check()
+    builder.build(kernel, 90, 4, 1).check()
 
 
 @pytest.mark.breadth(1)
 @OFFLINE
 @pytest.mark.parametrize("name", ["hidden_by_numbers", "query_and_key"])
-def test_equal_scores_are_equally_probable(name, tmp_path):
+def test_equal_scores_are_equally_probable(name, builder):
     """The maximum is subtracted before the product with log2(e): of the exact product of -1e30 a rest of 6e21 would stay."""
-    with Builder(tmp_path) as builder:
-        ptx = builder.build(source(TAKEN[name]), 90, 4, 1).ptx
+    ptx = builder.build(source(TAKEN[name]), 90, 4, 1).ptx
     products = [line for line in ptx.splitlines() if "0f3FB8AA3B" in line]
     assert products and all("mul" in line or "mov" in line for line in products)
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tests.attention.case import relative_error
 from tests.support.emitted import triton_sources
 from tests.support.interpreter import DEVICES, triton_on_cpu
-from tests.support.offline import Builder
+from tests.support.offline import OFFLINE
 from tests.support.targets import on_target
 
 LENGTH = 97
@@ -75,8 +75,8 @@ def test_keys_that_are_hidden_by_a_table(hidden, dim, device):
         assert relative_error(got[0], want[0]) < (4e-3 if device == "cuda" else 1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test above runs the kernel")
-def test_log2e_is_not_multiplied_in_the_difference(tmp_path):
+@OFFLINE
+def test_log2e_is_not_multiplied_in_the_difference(builder):
     inputs = [torch.zeros(1, 2, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     keys = torch.zeros(2, 1024)
     run = torch.compile(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + keys[h, j]), backend="gradfuse")
@@ -84,8 +84,7 @@ def test_log2e_is_not_multiplied_in_the_difference(tmp_path):
     with on_target(architecture=90), mock.patch.object(AsyncCompile, "triton", lambda *_, **__: mock.MagicMock()):
         forward, _ = triton_sources(run, *inputs)
     warps, stages = (int(re.search(rf"{name}=(\d+)", forward).group(1)) for name in ("num_warps", "num_stages"))
-    with Builder(tmp_path) as builder:
-        ptx = builder.build(forward, 90, warps, stages).ptx
+    ptx = builder.build(forward, 90, warps, stages).ptx
     products = [line.split()[0] for line in ptx.splitlines() if "0f3FB8AA3B" in line]
     # One for each score of a thread. Those with a sum are for the logsumexp, one for each row.
     assert products.count("mul.f32") >= 32

@@ -18,14 +18,12 @@ from tests.support.emitted import signature
 
 #: Since 9.0, ptxas counts as static what the driver reserves in each block. A device's limit does not include it.
 RESERVED_SINCE_HOPPER = 1024
-
-
 #: The architectures that kernels are built for.
 ARCHITECTURES = (80, 90, 100, 120)
-#: Kernels in which nothing depends on it are built for one architecture in the quick suite.
+#: The same as cases of a test. The quick suite builds for Hopper only.
 QUICK_ARCHITECTURES = [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.slow) for arch in ARCHITECTURES]
 #: The mark of tests that build kernels for GPUs that are not here.
-OFFLINE = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by test_gpu.py")
+OFFLINE = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are built and run by other tests")
 
 
 def builds(names, quick):
@@ -38,15 +36,16 @@ def builds(names, quick):
 class Built:
     """A kernel that was built for an architecture.
 
-    ttir: Triton's own representation of it, after the passes that are the same for all GPUs. sass: the GPU's instructions.
-    stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes that a program uses.
+    path: that of its source, beside which are the files of the build. ttir: Triton's own representation of it, after the passes
+    that are the same for all GPUs. stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes
+    that a program uses.
     """
 
     name: str
     arch: int
+    path: Path
     ttir: str
     ptx: str
-    sass: str
     stack: int
     shared_memory: int
 
@@ -56,6 +55,12 @@ class Built:
         limit = SHARED_MEMORY[self.arch]
         needs = f"{self.name} needs {self.shared_memory} bytes of shared memory, and sm_{self.arch} has {limit}"
         assert self.shared_memory <= limit, needs
+
+    def check_loops(self):
+        """Assert that the kernel has a loop, and that no spilled register is moved inside of one."""
+        loops, moves = loops_and_spills(_cuobjdump("-sass", self.path))
+        assert loops, f"{self.name} has no loop"
+        assert not moves, f"{self.name} moves spilled registers inside of its loops on sm_{self.arch}: {moves}"
 
 
 class Builder:
@@ -83,7 +88,7 @@ class Builder:
         used = _resource_usage(path)
         static = used["SHARED"] - (RESERVED_SINCE_HOPPER if arch >= 90 else 0)
         ttir, ptx = (Path(f"{path}.{form}").read_text() for form in ("ttir", "ptx"))
-        return Built(name, arch, ttir, ptx, _cuobjdump("-sass", path), used["STACK"], reply["shared"] + static)
+        return Built(name, arch, path, ttir, ptx, used["STACK"], reply["shared"] + static)
 
     def _answer(self, job):
         if self._process is None or self._process.poll() is not None:
@@ -125,13 +130,16 @@ class Builder:
             self._process.communicate()
 
 
-def spills_in_loops(sass):
-    """The instructions inside of loops that move spilled registers. A loop ends with a branch to an address before it."""
-    lines = [(int(address, 16), code) for address, code in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;\n]*)", sass)]
+def loops_and_spills(sass):
+    """Return the loops of a kernel, each as its first and last address, and the moves of spilled registers inside of them.
+
+    sass: the machine code as ``cuobjdump`` prints it. A loop ends with a branch to an address before the branch.
+    """
+    lines = [(int(address, 16), code.strip()) for address, code in re.findall(r"/\*([0-9a-f]{4,5})\*/([^;\n]*)", sass)]
     branches = [(int(to, 16), address) for address, code in lines for to in re.findall(r"\bBRA\b.*?0x([0-9a-f]+)", code)]
     loops = [(first, last) for first, last in branches if first < last]
     moves = [(address, code) for address, code in lines if re.search(r"\b(STL|LDL)\b", code)]
-    return [code for address, code in moves if any(first <= address <= last for first, last in loops)]
+    return loops, [code for address, code in moves if any(first <= address <= last for first, last in loops)]
 
 
 def _resource_usage(path):
