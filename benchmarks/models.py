@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers as hf
 from torch import nn
@@ -47,9 +46,6 @@ ROUNDS, CORES = 12, 4
 
 
 def _step(model: nn.Module, inputs: dict[str, Any], device: str, autocast: torch.dtype | None) -> None:
-    # Wav2Vec2 leaves out random layers and masks random times. In each step of each peer they are the same.
-    np.random.seed(0)
-    torch.manual_seed(0)
     model.zero_grad(set_to_none=True)
     with torch.autocast(device, autocast, enabled=autocast is not None):
         hidden = model(**inputs)[0]

@@ -139,10 +139,19 @@ def test_builds_without_spills_and_adds_in_fp32(name, arch, builder):
     for direction, (source, config) in kernels.items():
         built = builder.build(source, arch, config.num_warps, config.num_stages)
         built.check(SPILLS.get((name, arch, direction), 0))
+        if arch == 90 and (name, direction) != ("unmasked", "forward"):
+            built.check_matmuls()
     adds = re.findall(r"(?:red|atom)[\w.]*global[\w.]*add[\w.]*", built.ptx)
     adds_to_tables = name not in ("unmasked", "causal", "relative_shift")
     assert bool(adds or "cp.reduce.async.bulk" in built.ptx) == (adds_to_tables or one_pass)
     assert all("f32" in add for add in adds)
+
+
+def test_stocks_largest_tile_waits_for_each_matmul(builder):
+    """A forward without a score_mod and a mask takes it. No smaller tile has been timed there."""
+    source, config = tiled("unmasked", 90, STOCK[90])["forward"]
+    with pytest.raises(AssertionError, match=r"waits for each matmul.*insufficient register resources"):
+        builder.build(source, 90, config.num_warps, config.num_stages).check_matmuls()
 
 
 @pytest.mark.parametrize("arch", QUICK_ARCHITECTURES)

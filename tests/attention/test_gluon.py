@@ -132,7 +132,9 @@ def test_emitted_kernel():
 @pytest.mark.parametrize("length", [512, 500])
 @pytest.mark.parametrize("name", TAKEN)
 def test_builds_without_spills(name, length, builder):
-    builder.build(source(TAKEN[name], length), 90, 4, 1).check()
+    built = builder.build(source(TAKEN[name], length), 90, 4, 1)
+    built.check()
+    built.check_matmuls()
 
 
 LONG = Attention(None, lambda *_: lambda s, b, h, q, k: s + torch.where(q > 5, 70000, 0) * q % 7)

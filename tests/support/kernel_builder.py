@@ -3,7 +3,9 @@
 It runs as a script in its own process, because Triton decides when it is imported whether kernels are interpreted.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 
 def build(job):
-    """Build one kernel. What is built is written next to its source; the reply has the shared memory in bytes."""
+    """Build one kernel. What is built is written next to its source; the reply has its shared memory in bytes and ptxas's log."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -26,12 +28,13 @@ def build(job):
     kernel = getattr(module, job["name"])
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, job["signature"], {}, aligned)
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
-    built = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        built = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
     for form in ("ttir", "ptx", "cubin"):
         # A kernel in Gluon begins in the next form.
         code = built.asm[form] if form in built.asm else built.asm["ttgir"]
         Path(f"{job['path']}.{form}").write_bytes(code if isinstance(code, bytes) else code.encode())
-    return {"shared": built.metadata.shared}
+    return {"shared": built.metadata.shared, "log": log.getvalue()}
 
 
 def main():

@@ -37,8 +37,8 @@ class Built:
     """A kernel that was built for an architecture.
 
     path: that of its source, beside which are the files of the build. ttir: Triton's own representation of it, after the passes
-    that are the same for all GPUs. stack: the bytes of a thread's stack, where spilled registers go. shared_memory: the bytes
-    that a program uses.
+    that are the same for all GPUs. log: what ptxas says of the kernel. stack: the bytes of a thread's stack, where spilled
+    registers go. shared_memory: the bytes that a program uses.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Built:
     path: Path
     ttir: str
     ptx: str
+    log: str
     stack: int
     shared_memory: int
 
@@ -61,6 +62,13 @@ class Built:
         loops, moves = loops_and_spills(_cuobjdump("-sass", self.path))
         assert loops, f"{self.name} has no loop"
         assert not moves, f"{self.name} moves spilled registers inside of its loops on sm_{self.arch}: {moves}"
+
+    def check_matmuls(self):
+        """Assert that the kernel has matmuls of a warpgroup, and that ptxas lets them run beside other work."""
+        assert "wgmma.mma_async" in self.ptx, f"{self.name} has no matmul of a warpgroup"
+        assert "registers" in self.log, f"{self.name} was built without ptxas's log"
+        waits = [line for line in self.log.splitlines() if "wgmma" in line]
+        assert not waits, f"{self.name} waits for each matmul: {waits}"
 
 
 class Builder:
@@ -88,7 +96,7 @@ class Builder:
         used = _resource_usage(path)
         static = used["SHARED"] - (RESERVED_SINCE_HOPPER if arch >= 90 else 0)
         ttir, ptx = (Path(f"{path}.{form}").read_text() for form in ("ttir", "ptx"))
-        return Built(name, arch, path, ttir, ptx, used["STACK"], reply["shared"] + static)
+        return Built(name, arch, path, ttir, ptx, reply["log"], used["STACK"], reply["shared"] + static)
 
     def _answer(self, job):
         if self._process is None or self._process.poll() is not None:
@@ -104,6 +112,8 @@ class Builder:
 
     def _start(self):
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # A kernel from Triton's cache would have no log.
+        environment |= {"TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
         self._end()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
