@@ -306,16 +306,42 @@ def documents(q, k, v, table, document):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def wavlm(q, k, v, table):
+    """The bias is repeated for each sequence, and heads are folded into the batch."""
+    bias = t5_bias(table).squeeze(0).unsqueeze(0).repeat(B, 1, 1, 1).view(B * H, S, S)
+    scores = torch.bmm(q * 0.25, k.transpose(1, 2)) + bias
+    return torch.bmm(scores.softmax(-1), v)
+
+
+def longer_grid(q, k, v, table):
+    """As models cut what they keep for their longest input."""
+    position = torch.arange(2 * S)
+    distance = (position[None, :] - position[:, None]).clamp(-9, 9) + 9
+    bias = table[distance[:S, :S]].permute(2, 0, 1)[None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def udop(q, k, v, table, places):
+    """Distances of positions that are data, as of words on a page."""
+    distance = (places[:, None, :] - places[:, :, None]).clamp(-6, 6) + 6
+    bias = F.embedding(distance, table).permute(0, 3, 1, 2)
+    return (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+
+
 INDEX = relative_position_index(WINDOW)
+PLACES = torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(1))
 REGION = torch.randint(0, 3, (NW, WINDOW * WINDOW), generator=torch.Generator().manual_seed(0)).float()
 SEQUENCES = ((B * H, S, D),) * 3
 
 SPELLINGS = {
     "t5_eager": Spelling(t5_eager, (*HEADS, (8, H), padding()), "head+diagonal"),
     "t5_eager_with_an_empty_sequence": Spelling(t5_eager, (*HEADS, (8, H), padding([1])), "head+diagonal"),
-    "t5_sdpa": Spelling(t5_sdpa, (*HEADS, (8, H), padding())),
+    "t5_sdpa": Spelling(t5_sdpa, (*HEADS, (8, H), padding()), "head+diagonal"),
     "t5_sdpa_with_an_empty_sequence": Spelling(t5_sdpa, (*HEADS, (8, H), padding([1]))),
     "t5_decoder": Spelling(t5_decoder, (*HEADS, (8, H)), "head+diagonal"),
+    "wavlm": Spelling(wavlm, (*((B * H, S, D),) * 3, (8, H)), "diagonal"),
+    "longer_grid": Spelling(longer_grid, (*HEADS, (19, H)), "head+diagonal"),
+    "udop": Spelling(udop, (*HEADS, (13, H), PLACES), "captured_"),
     "mpnet": Spelling(mpnet, (*HEADS, (8, H), padding()), "head+diagonal"),
     "swin": Spelling(swin, (*WINDOWS, TABLE, INDEX), "captured_0[captured_1[q, k], h]"),
     "swin_shifted": Spelling(swin_shifted, (*WINDOWS, TABLE, INDEX, REGION), "captured_0[captured_1[q, k], h]"),

@@ -12,6 +12,7 @@ from inductor_ext.options import Options
 from inductor_ext.passes import ORDER
 from inductor_ext.torch_api.higher_order import flex_attention_hop
 from tests.soundness.check import check_matches_eager
+from tests.support.eager_graphs import eager_graphs
 
 from .spellings import LOWEST, B, D, H, S
 
@@ -125,6 +126,25 @@ def test_lookalikes_are_left_alone(function):
     assert not any(d.path == "flex_attention" for d in found)
     why = LOOKALIKES[function]
     assert (why is None) == (not found) and (why is None or why in found[0].why), found
+
+
+def test_a_lookalike_is_no_error_with_strict():
+    """It is as fast as with stock, and ``strict`` is for what gradfuse would make faster."""
+    inputs = *tensors(), randn(1, H, S, S)
+    (found,) = decisions(softmax_over_queries, *inputs, options={"strict": True})
+    assert found.path == "stock"
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_scores_are_dropped_before_the_softmax(probability):
+    def function(q, k, v, bias):
+        return F.dropout(q @ k.mT + bias, probability).softmax(-1) @ v
+
+    with collect() as report, eager_graphs():
+        torch._dynamo.reset()
+        torch.compile(function, backend="gradfuse", fullgraph=True)(*tensors(), randn(1, H, S, S))
+    found = [d.path for d in report.decisions if d.pass_name == "attention_pattern"]
+    assert ("flex_attention" in found) == (probability == 0.0)
 
 
 def test_dropout_of_scores_that_drops_nothing_is_no_dropout():
