@@ -331,13 +331,35 @@ def test_the_random_numbers_of_eager_mode(options, monkeypatch):
 
 @pytest.mark.gpu
 def test_cuda_graphs():
+    """Each replay draws another mask, and its backward has the same one: the output is linear in the values."""
     q, t = inputs("cuda")
-    compiled = torch.compile(attention(), backend="gradfuse", fullgraph=True, mode="reduce-overhead")
+    v = torch.randn_like(q).requires_grad_()
+    options = dropout(0.4)
+    attend = lambda q, v, t: flex_attention(q, q, v, lambda s, b, h, i, j: s * t[h], kernel_options=options)  # noqa: E731
+    compiled = torch.compile(attend, backend="gradfuse", fullgraph=True, mode="reduce-overhead")
     outs = []
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
-        out = compiled(q, t)
+        out = compiled(q, v, t)
+        tangent = torch.randn_like(out)
         # Gradients that accumulate in q.grad would be memory that the next replay overwrites.
-        torch.autograd.grad(out.sum(), [q, t])
+        grad = torch.autograd.grad(out, [q, v, t], tangent)[1]
         outs.append(out.detach().clone())
+        torch.testing.assert_close((grad * v).sum(), (tangent * outs[-1]).sum(), rtol=1e-4, atol=1e-3)
     assert not torch.equal(outs[-1], outs[-2])
+
+
+@pytest.mark.gpu
+def test_a_seed_and_deterministic_give_the_same_bits():
+    torch._dynamo.reset()
+    (q, t), grad = inputs("cuda"), torch.randn(B, H, 32, D, device="cuda")
+    compiled = torch.compile(attention(), backend="gradfuse", fullgraph=True, options={"deterministic": True})
+
+    def step():
+        out = compiled(q, t)
+        return [out.detach(), *torch.autograd.grad(out, (q, t), grad)]
+
+    torch.manual_seed(1)
+    first, second = step(), step()
+    torch.manual_seed(1)
+    assert all(map(torch.equal, first, step())) and not torch.equal(first[0], second[0])

@@ -294,6 +294,24 @@ class TestOnHopper:
         k, v = (x.detach()[:1].expand(2, -1, -1, -1).requires_grad_() for x in (k, v))
         check_on_gpu(TAKEN["causal"], (q, k, v), table, scale)
 
+    def test_gradient_through_the_logsumexp(self):
+        (q, k, v), *_ = operands(500, 500, device="cuda")
+        mask = create_block_mask(causal, None, None, 500, 500, "cuda")
+        torch._dynamo.reset()
+        run = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, return_lse=True), backend="gradfuse")
+        with collect() as report:
+            out, lse = run(q, k, v)
+        assert {d.path for d in report.decisions if d.pass_name == "flex_attention"} == {gluon_forward.FILE}
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        hidden = torch.ones(500, 500, dtype=torch.bool, device="cuda").triu(1)
+        scores = (exact[0] @ exact[1].mT / math.sqrt(128)).masked_fill(hidden, -math.inf)
+        want = scores.softmax(-1) @ exact[2], scores.logsumexp(-1)
+        tangents = torch.randn_like(out), torch.randn_like(lse)
+        got = torch.autograd.grad((out, lse), (q, k, v), tangents)
+        expected = torch.autograd.grad(want, exact, [x.double() for x in tangents])
+        assert relative_error(lse, want[1]) < 1e-5
+        assert max(map(relative_error, (out, *got), (want[0], *expected))) < 6e-3
+
     def test_dynamic_lengths(self):
         torch._dynamo.reset()
         run = torch.compile(lambda q, k, v: flex_attention(q, k, v), backend="gradfuse", dynamic=True)

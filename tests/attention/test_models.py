@@ -161,6 +161,28 @@ def test_gradient_through_the_logsumexp(device):
 
 
 @pytest.mark.breadth(1)
+def test_a_sink_by_the_logsumexp(device):
+    """As gpt-oss spells it with flex_attention: the output times the part of the normaliser that the keys have."""
+    q, k, v = (torch.randn(2, HEADS, LENGTH, 16, device=device, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(HEADS, device=device, requires_grad=True)
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device)
+
+    def attention(q, k, v, sinks):
+        out, aux = flex_attention(q, k, v, block_mask=causal, return_aux=AuxRequest(lse=True))
+        return out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]
+
+    out = torch.compile(attention, backend="gradfuse", fullgraph=True)(q, k, v, sinks)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device).triu(1)
+    scores = (exact[0] @ exact[1].mT / 4).masked_fill(hidden, -torch.inf)
+    logits = torch.cat([scores, exact[3].view(1, HEADS, 1, 1).expand(2, -1, LENGTH, 1)], -1)
+    want = logits.softmax(-1)[..., :-1] @ exact[2]
+    grad = torch.randn_like(out)
+    got, expected = torch.autograd.grad(out, (q, k, v, sinks), grad), torch.autograd.grad(want, exact, grad.double())
+    assert max(map(relative_error, (out, *got), (want, *expected))) < 1e-5
+
+
+@pytest.mark.breadth(1)
 def test_gradient_through_the_logsumexp_alone(device):
     q, k, v = (torch.randn(1, HEADS, LENGTH, 16, device=device, requires_grad=True) for _ in range(3))
 

@@ -87,6 +87,7 @@ def test_under_autocast(name):
         theirs = step(eager, inputs)
         with on_target(triton=True), eager_graphs(), collect() as report:
             ours = step(torch.compile(model, backend="gradfuse"), inputs)
+    assert {d.path for d in report.decisions if d.pass_name == "attention_pattern"} == {"flex_attention"}
     layers = [d.why for d in report.decisions if d.pass_name == linears.NAME]
     assert (layers == []) == (name in ("sam", "vitdet")), "these have one layer for query, key and value"
     known = [key for key, x in exact.items() if x is not None and x.norm() > 1e-9]
