@@ -137,6 +137,15 @@ class Inserter:
         return node
 
 
+def erase_unused(before: Node, last: Node) -> None:
+    """Erase the new nodes between these two that nothing uses: what was only tried, or turned out to be refused."""
+    node = last.prev
+    while node is not before:
+        node, inserted = node.prev, node
+        if not inserted.users:
+            last.graph.erase_node(inserted)
+
+
 #: Ops whose graphs are functions of numbers.
 _OF_NUMBERS = (flex_attention_hop, flex_attention_backward_hop, associative_scan_hop)
 

@@ -14,7 +14,7 @@ from tests.support.eager_graphs import eager_graphs
 from tests.support.targets import on_target
 
 pytest.importorskip("transformers", reason="pip install -e '.[models]'")
-from .zoo import MODELS, encoder_and_decoder, t5
+from .zoo import MODELS, ORDINARY, encoder_and_decoder, t5
 
 #: Gradients of this many inputs are compared as one. The gradients of Swin V2's scales and network of positions are sums that
 #: cancel: for one input, the error of eager mode too is up to 1.6e-5.
@@ -75,6 +75,38 @@ def test_gradients(name, device):
 
 
 @pytest.mark.breadth(0)
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_attention_stays_as_it_is(name):
+    """And what has no gradient in eager mode gets none."""
+    torch.manual_seed(0)
+    case = ORDINARY[name]
+    model, inputs = case.build().train(), case.inputs()
+    want = step(copy.deepcopy(model).double(), widened(inputs))
+    with eager_graphs(), collect() as report:
+        got = step(torch.compile(model, backend="gradfuse"), inputs)
+    assert not [d for d in report.decisions if d.pass_name == "attention_pattern"]
+    for parameter, exact in want.items():
+        assert (got[parameter] is None) == (exact is None), parameter
+        if exact is not None and exact.norm() > 1e-9:
+            assert relative_error(got[parameter], exact) < 1e-5, parameter
+
+
+@pytest.mark.breadth(0)
+def test_t5_in_checkpoints():
+    """The decoder's layers without a table get their bias from the first one, as an input of a checkpoint."""
+    torch.manual_seed(0)
+    model, inputs = t5("sdpa").train(), encoder_and_decoder()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    want = step(copy.deepcopy(model).double(), inputs)
+    with eager_graphs(), collect() as report:
+        got = step(torch.compile(model, backend="gradfuse"), inputs)
+    assert [d.path for d in report.decisions if d.pass_name == "attention_pattern"] == ["flex_attention"] * 4
+    for parameter, exact in want.items():
+        if exact is not None and exact.norm() > 1e-9:
+            assert relative_error(got[parameter], exact) < 1e-5, parameter
+
+
+@pytest.mark.breadth(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_under_autocast(name):
     """As on a GPU, where layers of one input become one. Gradients are as exact as in eager mode, all of them together."""
@@ -89,7 +121,8 @@ def test_under_autocast(name):
             ours = step(torch.compile(model, backend="gradfuse"), inputs)
     assert {d.path for d in report.decisions if d.pass_name == "attention_pattern"} == {"flex_attention"}
     layers = [d.why for d in report.decisions if d.pass_name == linears.NAME]
-    assert (layers == []) == (name in ("sam", "vitdet")), "these have one layer for query, key and value"
+    # SAM and ViTDet have one layer for query, key and value. The biases of WavLM's layers are parts of a tensor.
+    assert (layers == []) == (name in ("sam", "vitdet", "wavlm"))
     known = [key for key, x in exact.items() if x is not None and x.norm() > 1e-9]
     error = [torch.tensor([relative_error(found[key], exact[key]) for key in known]).norm() for found in (ours, theirs)]
     assert error[0] <= 1.2 * error[1]

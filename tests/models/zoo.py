@@ -109,6 +109,38 @@ def conformer():
     )
 
 
+def wavlm():
+    """Its attention is torch's function for several heads, and its bias has a gate for each query."""
+    features = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    names = "hidden_dropout attention_dropout activation_dropout feat_proj_dropout layerdrop mask_time_prob"
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    return hf.WavLMModel(
+        hf.WavLMConfig(vocab_size=40, **_SMALL, **features, **dict.fromkeys(names.split(), 0.0), **positions)
+    )
+
+
+def longt5(attention):
+    """Queries of a block of 16 see its neighbours."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    blocks = {"local_radius": 15, "global_block_size": 4, "encoder_attention_type": attention}
+    return hf.LongT5Model(hf.LongT5Config(vocab_size=100, dropout_rate=0.0, **sizes, **blocks))
+
+
+def bloom():
+    sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return hf.BloomModel(hf.BloomConfig(vocab_size=100, **sizes))
+
+
+def layoutlm():
+    sizes = {"visual_embed": False, "coordinate_size": 12, "shape_size": 8, "max_2d_position_embeddings": 64}
+    return hf.LayoutLMv3Model(hf.LayoutLMv3Config(**_SMALL, **_TEXT, **_NO_DROPOUT, **sizes))
+
+
+def words_on_a_page():
+    corners = torch.randint(0, 30, (2, LENGTH, 2)).repeat(1, 1, 2).sort(-1).values
+    return tokens() | {"bbox": corners}
+
+
 def gpt_oss():
     """Grouped heads, sinks and sliding windows. The products of other experts take no float64."""
     heads = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
@@ -133,5 +165,15 @@ MODELS = {
     "vitdet": Model(vitdet, lambda: image(64), 2),
     "esmfold": Model(esmfold, residues, 3),
     "gpt_oss": Model(gpt_oss, lambda: tokens() | {"use_cache": False}, 2),
+    "wavlm": Model(wavlm, lambda: {"input_values": torch.randn(2, 1000)}, 2),
+    "longt5_local": Model(lambda: longt5("local"), encoder_and_decoder, 4),
+    "longt5_global": Model(lambda: longt5("transient-global"), encoder_and_decoder, 4),
     "wav2vec2_conformer": Model(conformer, lambda: {"input_values": torch.randn(2, 1000)}, 2),
+}
+
+#: Models whose attention has nothing learned, or (LayoutLM) looks its tables up without a gradient.
+ORDINARY = {
+    "bert": Model(lambda: hf.BertModel(hf.BertConfig(**_SMALL, **_TEXT, **_NO_DROPOUT), add_pooling_layer=False), tokens, 0),
+    "bloom": Model(bloom, lambda: tokens() | {"use_cache": False}, 0),
+    "layoutlm": Model(layoutlm, words_on_a_page, 0),
 }

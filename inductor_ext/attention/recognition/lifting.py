@@ -104,7 +104,7 @@ class Lift:
         if name in _FILLS:
             return Constant(as_stored(_FILLS[name](node), dtype_of(node)), dtype_of(node))
         if (product := self._product(node, index)) is not None:
-            return product
+            return self._added(node, index, product) if name == "baddbmm" else product
         if name in CASTS:
             return self._cast(node, index)
         if name == "dropout" and drops_nothing(node):
@@ -161,6 +161,20 @@ class Lift:
             self.product = product_of(node, index, self.ranges)
             return Score(dtype_of(node)) if self.product is not None else None
         return None
+
+    def _added(self, node: Node, index: views.Index, product: Element) -> Element:
+        """Return an element of ``beta * input + alpha * product``, as baddbmm computes it."""
+        beta, alpha = (number(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
+        if not beta or alpha is None:
+            # With a beta of 0 the input is not even read.
+            raise NotLifted
+        dtype, operand = dtype_of(node), node.args[0]
+        terms = [product, self.element(operand, views.broadcast(index, shape_of(operand)))]
+        scaled = [
+            term if factor == 1 else Apply("call_function", operator.mul, (term, factor), {}, dtype)
+            for term, factor in zip(terms, (alpha, beta), strict=True)
+        ]
+        return Apply("call_function", operator.add, tuple(scaled), {}, dtype)
 
     def _arange(self, node: Node, index: views.Index) -> Position:
         (i,) = index

@@ -1,4 +1,4 @@
-"""Matrix products of Dynamo's graphs with their operands: ``matmul``, ``bmm``, ``@`` and ``einsum``."""
+"""Matrix products of Dynamo's graphs with their operands: ``matmul``, ``bmm``, ``@``, ``einsum``, ``baddbmm``."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ def node_operands(node: Node) -> tuple[Node, Node]:
 
 
 def _factors(node: Node) -> list[Any]:
+    if op(node) == "baddbmm":
+        return [arg(node, 1, "batch1"), arg(node, 2, "batch2")]
     if op(node) == "einsum":
         rest = node.args[1:]
         return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
@@ -102,7 +104,7 @@ def equation(node: Node) -> tuple[str, str, str] | None:
         if len(sides) != 2 or len(factors) != 2 or sides[0].count(",") != 1 or not all(map(is_tensor, factors)):
             return None
         return _without_ellipses(*sides[0].split(","), sides[1], [len(shape_of(x)) for x in factors])
-    if name != "matmul" or len(_factors(node)) != 2 or any(fake_tensor(x) is None for x in _factors(node)):
+    if name not in ("matmul", "baddbmm") or len(_factors(node)) != 2 or any(fake_tensor(x) is None for x in _factors(node)):
         return None
     ranks = [len(shape_of(x)) for x in _factors(node)]
     if min(ranks) < 2:

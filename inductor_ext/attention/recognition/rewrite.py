@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...core.dynamo_graph import Inserter
+from ...core.dynamo_graph import Inserter, erase_unused
 from ...core.fx import called, dtype_of, fake_tensor, requires_grad, same_sizes, shape_of, value_of
 from ...core.outside import Outside, is_returned
 from ...core.purity import changes_in_place
@@ -39,6 +39,7 @@ from .grouped import keys_and_values
 from .indices import POSITIONS, B, H
 from .lifting import NotAttention, line_of
 from .masks import masks_of, shifted
+from .multi_head import write_out
 from .pattern import find, has_no_effect
 from .rows import largest
 from .sinks import shared
@@ -66,6 +67,7 @@ _OPTIONS = {
 
 def rewrite(gm: GraphModule, options: Options) -> None:
     """Replace, in place, every attention whose scores or sink read a learned tensor by flex_attention."""
+    write_out(gm.graph)
     writes = Writes(gm.graph)
     products = ("matmul", "einsum", "scaled_dot_product_attention")
     for node in [n for n in gm.graph.nodes if op(n) in products and requires_grad(n)]:
@@ -95,11 +97,11 @@ def _replace_or_record(gm: GraphModule, attention: Attention, options: Options) 
     except NotAttention as error:
         # Here it is known that the gradient of what is learned will be slow.
         leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
-        _erase_unused(before, last)
+        erase_unused(before, last)
         return
     last.replace_all_uses_with(result)
     attention.lift.writes.replaced(last, result)
-    _erase_unused(before, last)
+    erase_unused(before, last)
     _erase(gm, attention)
 
 
@@ -311,15 +313,6 @@ def _moved(last: Node) -> set[Node]:
 _MAY_COPY = {"contiguous", "reshape", "flatten"}
 _ANY_LAYOUT = {"contiguous", "linear"}
 _PASS_ON = {"transpose", "permute", "reshape", "flatten"}
-
-
-def _erase_unused(before: Node, last: Node) -> None:
-    """Erase the new nodes between these two that nothing uses: a view was only tried, or the attention was refused."""
-    node = last.prev
-    while node is not before:
-        node, inserted = node.prev, node
-        if not inserted.users:
-            last.graph.erase_node(inserted)
 
 
 def _erase(gm: GraphModule, attention: Attention) -> None:

@@ -328,6 +328,19 @@ def udop(q, k, v, table, places):
     return (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
 
 
+def bloom(q, k, v, slopes):
+    """A bias for each key, to which the scaled product is added."""
+    alibi = (slopes[:, None, None] * torch.arange(S)).repeat(B, 1, 1)
+    scores = alibi.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=0.25)
+    return torch.bmm(scores.softmax(-1), v)
+
+
+def added_in_part(q, k, v, table):
+    i = torch.arange(S)
+    bias = table[:, i[:, None] - i + S - 1].repeat(B, 1, 1)
+    return torch.bmm(torch.baddbmm(bias, q, k.mT, beta=0.5).softmax(-1), v)
+
+
 INDEX = relative_position_index(WINDOW)
 PLACES = torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(1))
 REGION = torch.randint(0, 3, (NW, WINDOW * WINDOW), generator=torch.Generator().manual_seed(0)).float()
@@ -339,6 +352,8 @@ SPELLINGS = {
     "t5_sdpa": Spelling(t5_sdpa, (*HEADS, (8, H), padding()), "head+diagonal"),
     "t5_sdpa_with_an_empty_sequence": Spelling(t5_sdpa, (*HEADS, (8, H), padding([1]))),
     "t5_decoder": Spelling(t5_decoder, (*HEADS, (8, H)), "head+diagonal"),
+    "bloom": Spelling(bloom, (*((B * H, S, D),) * 3, (H,))),
+    "added_in_part": Spelling(added_in_part, (*((B * H, S, D),) * 3, (H, 2 * S - 1)), "diagonal"),
     "wavlm": Spelling(wavlm, (*((B * H, S, D),) * 3, (8, H)), "diagonal"),
     "longer_grid": Spelling(longer_grid, (*HEADS, (19, H)), "head+diagonal"),
     "udop": Spelling(udop, (*HEADS, (13, H), PLACES), "captured_"),

@@ -102,7 +102,13 @@ def talking_heads(q, k, v, bias):
     return scores.softmax(-1) @ v
 
 
+def a_bias_that_is_not_read(q, k, v, bias):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.baddbmm(bias.expand(B, -1, -1, -1).flatten(0, 1), q, k.mT, beta=0).softmax(-1) @ v
+
+
 LOOKALIKES = {
+    a_bias_that_is_not_read: None,
     probabilities_are_returned: "also used",
     probabilities_change_in_place: None,
     an_assertion_about_probabilities: "also used",
