@@ -104,7 +104,7 @@ def models_table() -> str:
     head = "model | eager | stock | gradfuse | ratio | peak, GB: stock | gradfuse | first step, s: stock | gradfuse"
     head += " | what fires | run"
     return (
-        f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast. {STEP} "
+        f"{provenance(result)} transformers {result['environment']['transformers']}, bf16 autocast (ESMFold fp16). {STEP} "
         "The time in brackets is that for which the GPU is busy. "
         "The peak is what a step allocates beyond the parameters. The first step is with empty caches.\n\n"
     ) + markdown(head, lines.to_numpy())
@@ -122,6 +122,8 @@ def _fired(counts: dict[str, int]) -> str:
         "gathers",
         "casts",
         "casts_together",
+        "linears_together",
+        "cpu_indices",
     )
     return ", ".join(f"{counts[name]} × {name}" for name in shown if name in counts)
 
