@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from inductor_ext.attention import dropout, hoisting, pair_entries
+from inductor_ext.attention import batch_sums, dropout, gluon_forward, hoisting, pair_entries
 from inductor_ext.core.table import progress
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -102,6 +102,26 @@ def _models() -> None:
             _step(run, *(_leaf(2, 4, LENGTH, 32) for _ in range(3)), _leaf(*shape))
 
 
+def _hopper() -> None:
+    """The forward in Gluon, the backward in one pass with a late dQ, and sums over the batch, which serve long sequences."""
+    length = 3 * LENGTH
+    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
+    mods: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Callable[..., Tensor] | None]]] = {
+        "none": ((4,), lambda t: None),
+        "row": ((4, length), lambda t: lambda s, b, h, q, k: s * t[h, q]),
+        "pair": ((4, length, length), lambda t: lambda s, b, h, q, k: s + t[h, q, k]),
+    }
+    with mock.patch.object(gluon_forward, "SHORTEST", 1), mock.patch.object(batch_sums, "PROGRAMS", 0):
+        for dim in (64, 128):
+            for shape, mod in mods.values():
+                for mask in (None, causal):
+
+                    def run(q: Tensor, k: Tensor, v: Tensor, t: Tensor, mod: Any = mod, mask: Any = mask) -> Tensor:
+                        return flex_attention(q, k, v, score_mod=mod(t), block_mask=mask, enable_gqa=True)
+
+                    _step(run, _leaf(2, 4, length, dim), *(_leaf(2, 2, length, dim) for _ in range(2)), _leaf(*shape))
+
+
 def _gathers() -> None:
     key = torch.randn(333, device="cuda")
     hot = torch.randint(0, 7, (4096,), device="cuda")
@@ -172,7 +192,8 @@ def _few() -> None:
     _step(lambda q, i: mlstm(q, q, q, i, i), _leaf(1, 1, 64, 32), _leaf(1, 1, 64))
 
 
-PROGRAM = {"few": _few, "attention": _attention, "models": _models, "gathers": _gathers, "scans": _scans, "mlstm": _mlstm}
+PROGRAM = {"few": _few, "attention": _attention, "models": _models, "hopper": _hopper, "gathers": _gathers}
+PROGRAM |= {"scans": _scans, "mlstm": _mlstm}
 
 
 def _under(tool: str, part: str, environment: dict[str, str], limit: int) -> dict[str, Any]:

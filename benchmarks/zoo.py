@@ -86,6 +86,10 @@ def _conformer(**sizes: Any) -> nn.Module:
     return hf.Wav2Vec2ConformerModel(hf.Wav2Vec2ConformerConfig(**base | sizes))
 
 
+def _wavlm(**sizes: Any) -> nn.Module:
+    return hf.WavLMModel(hf.WavLMConfig(**{"layerdrop": 0.0, "mask_time_prob": 0.0} | sizes))
+
+
 def _sam(**sizes: Any) -> nn.Module:
     return hf.SamVisionModel(hf.SamVisionConfig(**sizes))
 
@@ -207,6 +211,9 @@ MODELS = {
     "mpnet": Model(_mpnet, 32, 512, _tokens, _TWO_LAYERS),
     "wav2vec2_conformer": Model(
         _conformer, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS, 8000
+    ),
+    "wavlm_base": Model(
+        _wavlm, 8, 240_000, lambda batch, length: {"input_values": torch.randn(batch, length)}, _TWO_LAYERS, 8000
     ),
     "sam_vit_b": Model(_sam, 1, 1024, _images, {**_TWO_LAYERS, "global_attn_indexes": [1]}, 1024),
     "vitdet_b": Model(_vitdet, 1, 1024, _images, {**_TWO_LAYERS, "window_block_indices": [0]}, 1024),
