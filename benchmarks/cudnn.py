@@ -42,25 +42,30 @@ def cases() -> Iterator[tuple[str, int, str | None]]:
     yield "pair", 64, None
 
 
+def attention_of(name: str, dim: int, mask: str | None) -> tuple[list[torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return query, key, value and the learned tensors of a case, and its attention as a function of the first three."""
+    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    tables, score_mod = CASES[name]
+    learned = [torch.randn(t, **options) for t in tables(*SHAPE)]
+    qkv = [torch.randn(*SHAPE, dim, **options) for _ in range(3)]
+    block_mask = create_block_mask(MASKS[mask](LENGTH), None, None, LENGTH, LENGTH, "cuda") if mask else None
+    return [*qkv, *learned], partial(flex_attention, score_mod=score_mod(*learned), block_mask=block_mask)
+
+
 def measure(name: str, dim: int, mask: str | None) -> list[dict[str, Any]]:
     """A row for each peer: wall clock and GPU time of a forward and of a backward, in milliseconds."""
     # Without it the sizes that differ from those of the case before would be dynamic.
     torch._dynamo.reset()
-    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-    tables, score_mod = CASES[name]
-    learned = [torch.randn(t, **options) for t in tables(*SHAPE)]
-    query, key, value = (torch.randn(*SHAPE, dim, **options) for _ in range(3))
-    block_mask = create_block_mask(MASKS[mask](LENGTH), None, None, LENGTH, LENGTH, "cuda") if mask else None
-    attention = partial(flex_attention, score_mod=score_mod(*learned), block_mask=block_mask)
+    operands, attention = attention_of(name, dim, mask)
     peers: dict[str, Callable[..., torch.Tensor]] = {"gradfuse": torch.compile(attention, backend="gradfuse")}
     if name == "none":
         peers |= {"stock": torch.compile(attention), "cudnn": partial(_cudnn, causal=mask is not None)}
     steps: dict[tuple[str, str], Callable[[], Any]] = {}
     for peer, run in peers.items():
-        out = run(query, key, value)
-        grad, leaves = torch.randn_like(out), [query, key, value, *learned]
-        steps[peer, "forward"] = partial(run, query, key, value)
-        steps[peer, "backward"] = partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+        out = run(*operands[:3])
+        grad = torch.randn_like(out)
+        steps[peer, "forward"] = partial(run, *operands[:3])
+        steps[peer, "backward"] = partial(torch.autograd.grad, out, operands, grad, retain_graph=True)
         steps[peer, "backward"]()
     with _alone:
         times = _times(steps)

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import runner
+from benchmarks import counters, runner
 
 
 def rows_after(path, *rows, versions=()):
@@ -37,3 +37,22 @@ def test_each_row_has_its_day_and_device(tmp_path, monkeypatch):
     written = json.loads(path.read_text())
     assert [row["date"] for row in written["rows"]] == ["2026-01-01", "2026-01-02"]
     assert written["environment"] == {"torch": "2"}
+
+
+def test_counters_of_ncu():
+    """ncu prints other lines before the table, numbers with commas, and columns that are not kept."""
+    name = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+    page = f"""==PROF== Connected to process 7
+"ID","Kernel Name","gpu__time_duration.sum","{name}","smsp__cycles_active.sum"
+"","","us","inst","cycle"
+"0","triton_tem_fused_flex_attention_0","1,234.5","1.25","99"
+"1","triton_per_fused_zeros_1","3.5","n/a","1"
+"""
+    first, second = counters.kernels_of(page)
+    assert first == {
+        "kernel": "triton_tem_fused_flex_attention_0",
+        "units": {"gpu__time_duration.sum": "us", name: "inst"},
+        "gpu__time_duration.sum": 1234.5,
+        name: 1.25,
+    }
+    assert second[name] == "n/a"
