@@ -103,6 +103,34 @@ def cudnn_table() -> str:
     )
 
 
+def counters_table() -> str:
+    """What Nsight Compute counted in the long kernels of those cases."""
+    result = load("counters")
+    rows = pd.DataFrame(result["rows"])
+    rows["ms"] = rows["gpu__time_duration.sum"] / 1e6
+    rows = rows[rows.ms > 0.1].copy()
+    rows["way"] = rows.kernel.str.contains("backward").map({False: "forward", True: "backward"})
+    limits = rows[["launch__occupancy_limit_registers", "launch__occupancy_limit_shared_mem"]]
+    rows["programs"] = limits.min(axis=1)
+    whole = ["launch__registers_per_thread", "programs", *(f"{unit}.pct_of_peak_sustained_{of}" for unit, of in _UNITS)]
+    rows[whole] = rows[whole].map("{:.0f}".format)
+    columns = ["case", "way", "ms", "sm__inst_executed.avg.per_cycle_active", *whole]
+    rows["ms"] = rows.ms.map("{:.3f}".format)
+    note = f"{result['shape'][0]} × {result['shape'][1]} × {result['shape'][2]} in bf16, kernels above 0.1 ms; the last three in %."
+    return f"{provenance(result)} {note}\n\n" + markdown(
+        "case, D | kernel of | ms | instructions a cycle | registers | programs on a multiprocessor | tensor cores | L1 | L2",
+        rows[columns].to_numpy(),
+    )
+
+
+#: Units of the GPU, and the time that their share is of.
+_UNITS = (
+    ("sm__pipe_tensor_cycles_active.avg", "active"),
+    ("l1tex__throughput.avg", "active"),
+    ("lts__throughput.avg", "elapsed"),
+)
+
+
 def dropout_table() -> str:
     """Dropout in the kernels."""
     result = load("dropout")

@@ -3,8 +3,9 @@
 python -m benchmarks.counters --out benchmarks/results/counters.json
 python -m benchmarks.counters --case "t5 64" --case "none 64 causal" --out some.json
 
-Each case first compiles in a process of its own, all at the same time. Then ncu runs it once more, a case at a time on each
-GPU, and watches one forward and one backward. It needs permission to read the counters, and leaves the clocks alone.
+Each case first compiles in a process of its own, all at the same time. Then ncu runs each once more. These processes start
+together, too, and once all are ready, they take turns: ncu watches one forward and one backward of each, alone. It
+needs permission to read the counters, and leaves the clocks alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ KEPT = re.compile(
 )
 
 
-def run(name: str, watched: bool) -> None:
-    """Compile a case, and take one step of it; ``watched`` tells ncu to look at the last one."""
+def run(name: str, turns: Path | None) -> None:
+    """Compile a case, and take one step of it. With ``turns``, wait for this case's turn, and take another one for ncu."""
     operands, attention = attention_of(*CASES[name])
     run_compiled = torch.compile(attention, backend="gradfuse")
 
@@ -60,7 +61,10 @@ def run(name: str, watched: bool) -> None:
         torch.cuda.synchronize()
 
     step()
-    if watched:
+    if turns:
+        (turns / f"{name} is ready").touch()
+        while not (turns / f"{name} may begin").exists():
+            time.sleep(0.05)
         with torch.cuda.profiler.profile():
             step()
 
@@ -81,15 +85,22 @@ def _number(text: str) -> float | str:
         return text
 
 
-def watch(name: str, environ: dict[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each kernel of a case, or one that says what failed."""
+def watch(name: str, turns: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a case under ncu. It waits for its turn."""
     command = ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off"]
     command += [x for section in SECTIONS for x in ("--section", section)]
-    command += ["--kernel-name", "regex:triton", sys.executable, "-m", "benchmarks.counters", "--program", name, "--watched"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    if done.returncode or '"ID"' not in done.stdout:
-        return [{"case": name, "refused": (done.stdout + done.stderr)[-600:]}]
-    return [{"case": name} | row for row in kernels_of(done.stdout)]
+    command += ["--kernel-name", "regex:triton", sys.executable, "-m", "benchmarks.counters", "--program", name]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, "--turns", str(turns)], env=environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def rows_of(name: str, turns: Path, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Let a case that waits begin, and return a row for each of its kernels, or one that says what failed."""
+    (turns / f"{name} may begin").touch()
+    out, errors = process.communicate()
+    if process.returncode or '"ID"' not in out:
+        return [{"case": name, "refused": (out + errors)[-600:]}]
+    return [{"case": name} | row for row in kernels_of(out)]
 
 
 def main() -> None:
@@ -98,25 +109,27 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="may be given several times")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--program", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.program:
-        run(given.program, given.watched)
+        run(given.program, given.turns)
         return
     if given.out is None:
         parser.error("--out is needed")
-    names, gpus = given.case or list(CASES), torch.cuda.device_count()
+    names = given.case or list(CASES)
     own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
     command = [sys.executable, "-m", "benchmarks.counters", "--program"]
     for process in [subprocess.Popen([*command, name], env=own) for name in names]:
         process.wait()
+    turns = Path(tempfile.mkdtemp())
+    waiting = {name: watch(name, turns, own) for name in names}
+    while any(process.poll() is None and not (turns / f"{n} is ready").exists() for n, process in waiting.items()):
+        time.sleep(0.1)
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(gpus) as pool:
-        on = [own | {"CUDA_VISIBLE_DEVICES": str(i % gpus)} for i in range(len(names))]
-        for found in progress("counters", "case", of=pool.map(watch, names, on), total=len(names)):
-            rows += found
-            result = {"suite": "counters", "environment": environment(), "shape": SHAPE, "rows": rows}
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in progress("counters", "case", of=names):
+        rows += rows_of(name, turns, waiting[name])
+        result = {"suite": "counters", "environment": environment(), "shape": SHAPE, "rows": rows}
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from inductor_ext.registry import NAMES
 from . import plots
 from .attention_tables import (
     biases_table,
+    counters_table,
     cudnn_table,
     dropout_table,
     flex_cpu_table,
@@ -288,6 +289,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launches": launches_table,
     "hopper": hopper_table,
     "cudnn": cudnn_table,
+    "counters": counters_table,
     "dropout": dropout_table,
     "flex_cpu": flex_cpu_table,
     "mlstm_cpu": mlstm_cpu_table,

@@ -203,7 +203,7 @@ _FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16
 _SMALL_SWIN = {"depths": [2, 2], "num_heads": [4, 8], "image_size": 64, "patch_size": 2, "window_size": 4}
 MODELS = {
     "t5_base_512": Model(_t5, 8, 512, _both_sides, {"num_layers": 1}),
-    "t5_base_2048": Model(_t5, 4, 2048, _both_sides, {"num_layers": 1}),
+    "t5_base_2048": Model(_t5, 8, 2048, _both_sides, {"num_layers": 1}),
     "swin_b": Model(lambda **s: _swin(hf.SwinModel, hf.SwinConfig, **s), 64, 224, _images, _SMALL_SWIN),
     "swin_v2_b": Model(lambda **s: _swin(hf.Swinv2Model, hf.Swinv2Config, **s), 32, 256, _images, _SMALL_SWIN),
     "beit_b": Model(_beit, 32, 224, _images, _TWO_LAYERS),

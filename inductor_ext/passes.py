@@ -37,7 +37,7 @@ ORDER: tuple[Pass, ...] = (
     Pass(
         "attention_pattern",
         "dynamo",
-        "recognises attention that reads learned tensors in plain PyTorch, and replaces it by flex_attention",
+        "recognises attention in plain PyTorch with learned tensors or a large mask, and replaces it by flex_attention",
         lambda gm, options: recognition.rewrite(gm, options),
     ),
     Pass(

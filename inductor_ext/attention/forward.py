@@ -138,19 +138,22 @@ def _features(
     # Those that no block needs as a rule do not decide.
     chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
     blocks = tables.has_pairs and not options["DROPOUT"]
+    no_score_mod, no_mask_mod = options["IDENTITY_SCORE_MOD"], options["TRIVIAL_MASK_MOD"]
+    half = call.query.get_dtype() is not torch.float32
     has = {
-        "a mod": not (options["IDENTITY_SCORE_MOD"] and options["TRIVIAL_MASK_MOD"]),
+        "a mod": not (no_score_mod and no_mask_mod),
+        "only a mask": no_score_mod and not no_mask_mod and half and not options["DROPOUT"],
         "reads": score.reads_each_score,
         "chained reads": bool(chained),
         "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
         "one tile": common.in_tiles(call, 1),
         "few tiles": common.in_tiles(call, 4),
-        "blocks": blocks and call.query.get_dtype() is not torch.float32,
+        "blocks": blocks and half,
         "few blocks": blocks and common.in_tiles(call, 4),
         "slices": options["SLICES"] > 1 and not score.reads_each_score,
         "images": tables.longest_tile < LARGEST_TILE,
         "dropout": options["DROPOUT"],
-        "fp32": call.query.get_dtype() is torch.float32,
+        "fp32": not half,
     }
     return {name for name, there in has.items() if there}
 

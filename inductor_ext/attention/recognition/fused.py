@@ -1,4 +1,4 @@
-"""Find ``scaled_dot_product_attention`` with a mask that is learned."""
+"""Find ``scaled_dot_product_attention`` with a mask of floating point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...core.fx import dtype_of, requires_grad, same_sizes, shape_of
+from ...core.fx import dtype_of, same_sizes, shape_of
 from ...core.terms import arg, number
 from ...core.writes import Writes
 from ..kinds import K, Q
@@ -21,14 +21,14 @@ from .lifting import Lift, NotAttention
 
 
 def fused(node: Node, writes: Writes) -> Attention | None:
-    """Return the attention that a call of scaled_dot_product_attention is, or None if its mask is not learned.
+    """Return the attention that a call of scaled_dot_product_attention is, or None if its mask is boolean or it has none.
 
     writes: the in-place operations of its graph. Raises NotAttention for one that cannot be replaced.
     """
     query, key, value = (arg(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask, dropout = arg(node, 3, "attn_mask"), arg(node, 4, "dropout_p", 0.0)
     causal, scale = arg(node, 5, "is_causal", False), node.kwargs.get("scale")
-    if not requires_grad(mask):
+    if not isinstance(mask, Node) or not dtype_of(mask).is_floating_point:
         return None
     dropout = number(dropout)
     if dropout is None:
@@ -47,11 +47,7 @@ def fused(node: Node, writes: Writes) -> Attention | None:
     scores = (*where.of_batch, Q, K)
     check_reads(lift, [query, key, value])
     term = lift.whole(mask, views.broadcast(scores, shape_of(mask)))
-    score: Element = Score(dtype_of(query))
-    if dtype_of(mask) is torch.bool:
-        score = _hidden(term, score, dtype_of(query))
-    else:
-        score = Apply("call_function", operator.add, (score, term), {}, dtype_of(query))
+    score = Apply("call_function", operator.add, (Score(dtype_of(query)), term), {}, dtype_of(query))
     if causal:
         distance = Position(K - Q, torch.int64)
         score = _hidden(Apply("call_function", operator.le, (distance, 0), {}, torch.bool), score, dtype_of(query))

@@ -1,8 +1,9 @@
 """The pass ``attention_pattern``: replace attention that is spelt out by flex_attention, where it reads a learned tensor.
 
 This pass works on Dynamo's graph, before the passes that read score_mods. ``pattern.py`` finds an attention, ``lifting.py``
-reads its biases and masks as functions of the position, and ``emit.py`` makes them a score_mod. Attention without a learned
-bias stays as it is, because stock has fused kernels for it, and so does an attention that needs no gradient.
+reads its biases and masks as functions of the position, and ``emit.py`` makes them a score_mod. Attention that reads nothing
+learned stays as it is, because stock has fused kernels for it, unless that would store a large mask (``worth.py``). An
+attention that needs no gradient stays as it is, too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .pattern import find, has_no_effect
 from .rows import largest
 from .sinks import shared
 from .skipping import skipped_blocks
+from .worth import saves_a_mask
 
 NAME = "attention_pattern"
 #: Shorter sequences, and narrower heads, would leave most of a kernel's tiles empty.
@@ -66,7 +68,7 @@ _OPTIONS = {
 
 
 def rewrite(gm: GraphModule, options: Options) -> None:
-    """Replace, in place, every attention whose scores or sink read a learned tensor by flex_attention."""
+    """Replace, in place, every attention whose scores or sink read a learned tensor, or which saves a mask (worth.py)."""
     write_out(gm.graph)
     writes = Writes(gm.graph)
     products = ("matmul", "einsum", "scaled_dot_product_attention")
@@ -79,12 +81,12 @@ def rewrite(gm: GraphModule, options: Options) -> None:
         except NotAttention as error:
             record(NAME, "attention", STOCK, str(error), user_line(node))
             continue
-        if attention is not None and learned_terms(attention):
+        if attention is not None and (learned_terms(attention) or saves_a_mask(attention)):
             _replace_or_record(gm, attention, options)
 
 
 def _replace_or_record(gm: GraphModule, attention: Attention, options: Options) -> None:
-    """Replace an attention that reads something learned, or record why it is left to stock."""
+    """Replace an attention, or record why it is left to stock."""
     last, where = attention.last, user_line(attention.last)
     why = _why_stock(attention, options)
     if why is not None:
@@ -95,8 +97,11 @@ def _replace_or_record(gm: GraphModule, attention: Attention, options: Options) 
         with gm.graph.inserting_before(last):
             result = _replacement(gm, attention)
     except NotAttention as error:
-        # Here it is known that the gradient of what is learned will be slow.
-        leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
+        if learned_terms(attention):
+            # The gradient of what is learned will be slow.
+            leave_to_stock(False, NAME, "attention", str(error), where, _ADVICE)
+        else:
+            record(NAME, "attention", STOCK, str(error), where)
         erase_unused(before, last)
         return
     last.replace_all_uses_with(result)
