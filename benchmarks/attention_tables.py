@@ -116,9 +116,9 @@ def counters_table() -> str:
     rows[whole] = rows[whole].map("{:.0f}".format)
     columns = ["case", "way", "ms", "sm__inst_executed.avg.per_cycle_active", *whole]
     rows["ms"] = rows.ms.map("{:.3f}".format)
-    note = f"{result['shape'][0]} × {result['shape'][1]} × {result['shape'][2]} in bf16, kernels above 0.1 ms; the last three in %."
+    note = f"{result['shape'][0]} × {result['shape'][1]} × {result['shape'][2]} in bf16; kernels above 0.1 ms."
     return f"{provenance(result)} {note}\n\n" + markdown(
-        "case, D | kernel of | ms | instructions a cycle | registers | programs on a multiprocessor | tensor cores | L1 | L2",
+        "case, D | kernel of | ms | instructions a cycle | registers | programs on an SM | tensor cores, % | L1, % | L2, %",
         rows[columns].to_numpy(),
     )
 

@@ -115,6 +115,8 @@ def tiled(name, arch, stock, dtype=torch.bfloat16, dim=64):
         "a mod": name != "unmasked",
         "reads": name in ("scaled_and_gathered", "rows_and_columns_of_an_image", "pairs_of_segments", "packed_documents"),
         "chained reads": name in ("scaled_and_gathered", "pairs_of_segments"),
+        "only a mask": name == "causal" and dtype is not torch.float32,
+        "only a diagonal": name == "relative" and dtype is not torch.float32,
         "fp32": dtype is torch.float32,
         "dropout": name == "with_dropout",
     }

@@ -24,6 +24,7 @@ from ..torch_api.template import Template, autotune, keep_alone
 from . import common, gluon_forward, kernel_dropout, score_factors, score_graphs
 from .calls import ForwardCall, lengths
 from .inlining import Inlining, LoweredScore
+from .kinds import DIAGONAL
 from .max_autotune import timed
 from .no_mask import hides_nothing
 from .tile_tables import TileTables, tile_tables
@@ -138,11 +139,9 @@ def _features(
     # Those that no block needs as a rule do not decide.
     chained = [] if score.conditional else score_graphs.chained_reads(score_graph)
     blocks = tables.has_pairs and not options["DROPOUT"]
-    no_score_mod, no_mask_mod = options["IDENTITY_SCORE_MOD"], options["TRIVIAL_MASK_MOD"]
     half = call.query.get_dtype() is not torch.float32
     has = {
-        "a mod": not (no_score_mod and no_mask_mod),
-        "only a mask": no_score_mod and not no_mask_mod and half and not options["DROPOUT"],
+        "a mod": not (options["IDENTITY_SCORE_MOD"] and options["TRIVIAL_MASK_MOD"]),
         "reads": score.reads_each_score,
         "chained reads": bool(chained),
         "rows and columns": bool(chained) and not any(score_graphs.differs_by_pair(n) for n in chained),
@@ -155,7 +154,21 @@ def _features(
         "dropout": options["DROPOUT"],
         "fp32": not half,
     }
+    same_width = options["QK_HEAD_DIM_ROUNDED"] == options["V_HEAD_DIM_ROUNDED"]
+    if half and same_width and not options["DROPOUT"] and not has["few tiles"]:
+        has[f"only {_only(options, score, tables)}"] = True
     return {name for name, there in has.items() if there}
+
+
+def _only(options: dict[str, Any], score: LoweredScore, tables: TileTables) -> str:
+    """Return the one thing that is inlined into the kernel, or "more or less" if that is nothing or several things."""
+    if options["IDENTITY_SCORE_MOD"] and not options["TRIVIAL_MASK_MOD"]:
+        return "a mask"
+    if options["IDENTITY_SCORE_MOD"] or not options["TRIVIAL_MASK_MOD"] or any(read.by_key for read in score.reads):
+        return "more or less"
+    if tables.tables:
+        return "a diagonal" if [table.kind for table in tables.tables] == [DIAGONAL] else "more or less"
+    return "more or less" if options["COORDINATES"] else "a function"
 
 
 def _tiles(call: ForwardCall, options: dict[str, Any], configs: list[Any], limit: int) -> Iterator[dict[str, Any]]:

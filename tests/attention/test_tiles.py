@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from inductor_ext.attention import backward, forward
 from inductor_ext.attention.max_autotune import timed
@@ -75,7 +75,7 @@ def test_as_much_as_ours_fits():
     assert timed([ours, other], "backward", 2, H200) == [ours, other]
 
 
-def choices_of(mode, length, dtype, options=None, score_mod=lambda s, b, h, q, k: s * 2, dim=64):
+def choices_of(mode, length, dtype, options=None, score_mod=lambda s, b, h, q, k: s * 2, dim=64, block_mask=None):
     """The descriptions of the choices of both kernels. The first one is taken."""
     choices = {}
 
@@ -93,7 +93,7 @@ def choices_of(mode, length, dtype, options=None, score_mod=lambda s, b, h, q, k
     target = on_target(architecture=90, multiprocessors=1, gluon=False)
     with triton_on_cpu(tma=True), target, spied(forward), spied(backward):
         attention = torch.compile(flex_attention, backend="gradfuse", mode=mode, dynamic=False)
-        out = attention(query, query, query, score_mod=score_mod, kernel_options=options)
+        out = attention(query, query, query, score_mod, block_mask, kernel_options=options)
         out.sum().backward()
     return choices
 
@@ -142,3 +142,28 @@ def test_pairs_are_blocks_in_half_precision(dtype):
     with mock.patch.object(forward, "forward_config", wraps=forward_config) as adapted:
         choices_of("default", 384, dtype, None, lambda s, b, h, q, k: s + pairs[h, q, k], 32)
     assert ("blocks" in adapted.call_args.args[2]) == (dtype is torch.bfloat16)
+
+
+LONG = 576
+SCORE_MODS = {
+    "nothing": (None, None),
+    "a mask": (None, lambda b, h, q, k: q >= k),
+    "a diagonal": (lambda t: lambda s, b, h, q, k: s + t[h, q - k + LONG], None),
+    "a function": (lambda t: lambda s, b, h, q, k: s * t[h, q] + t[h, 0] * (q - k), None),
+    "a value of a key": (lambda t: lambda s, b, h, q, k: s + t[h, k], None),
+    "a diagonal and a mask": (lambda t: lambda s, b, h, q, k: s + t[h, q - k + LONG], lambda b, h, q, k: q >= k),
+}
+
+
+@pytest.mark.breadth(1)
+@INTERPRETED
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_what_is_inlined_alone(name):
+    """The tiles of long sequences depend on it, in half precision."""
+    score_mod, mask_mod = SCORE_MODS[name]
+    table = torch.randn(2, 2 * LONG, requires_grad=True)
+    mask = create_block_mask(mask_mod, None, None, LONG, LONG, "cpu") if mask_mod else None
+    with mock.patch.object(forward, "forward_config", wraps=forward_config) as adapted:
+        choices_of("default", LONG, torch.bfloat16, None, score_mod and score_mod(table), 16, mask)
+    alone = name if name in ("a mask", "a diagonal", "a function") else "more or less"
+    assert {feature for feature in adapted.call_args.args[2] if feature.startswith("only")} == {f"only {alone}"}
