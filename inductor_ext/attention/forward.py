@@ -20,6 +20,7 @@ from ..options import Options
 from ..torch_api.higher_order import inherited_block_options
 from ..torch_api.ir import dense_strides, fixed_layout, realize
 from ..torch_api.lowering import V, empty_strided
+from ..torch_api.sizes import hint
 from ..torch_api.template import Template, autotune, keep_alone
 from . import common, gluon_forward, kernel_dropout, score_factors, score_graphs
 from .calls import ForwardCall, lengths
@@ -155,20 +156,23 @@ def _features(
         "fp32": not half,
     }
     same_width = options["QK_HEAD_DIM_ROUNDED"] == options["V_HEAD_DIM_ROUNDED"]
-    if half and same_width and not options["DROPOUT"] and not has["few tiles"]:
-        has[f"only {_only(options, score, tables)}"] = True
+    shortest = min(hint(x.get_size()[2]) for x in (call.query, call.key))
+    if half and same_width and not options["DROPOUT"] and shortest > 4 * common.SHORT:
+        has[f"only {_only(options, score_graph, call.mask.mask_mod.graph_module, tables)}"] = True
     return {name for name, there in has.items() if there}
 
 
-def _only(options: dict[str, Any], score: LoweredScore, tables: TileTables) -> str:
+def _only(options: dict[str, Any], score_graph: GraphModule, mask_graph: GraphModule, tables: TileTables) -> str:
     """Return the one thing that is inlined into the kernel, or "more or less" if that is nothing or several things."""
-    if options["IDENTITY_SCORE_MOD"] and not options["TRIVIAL_MASK_MOD"]:
-        return "a mask"
-    if options["IDENTITY_SCORE_MOD"] or not options["TRIVIAL_MASK_MOD"] or any(read.by_key for read in score.reads):
+    reads = score_graphs.reads(score_graph)
+    if options["IDENTITY_SCORE_MOD"]:
+        alone = not options["TRIVIAL_MASK_MOD"] and not score_graphs.reads(mask_graph)
+        return "a mask" if alone and not options["COORDINATES"] else "more or less"
+    if not options["TRIVIAL_MASK_MOD"] or options["COORDINATES"]:
         return "more or less"
-    if tables.tables:
-        return "a diagonal" if [table.kind for table in tables.tables] == [DIAGONAL] else "more or less"
-    return "more or less" if options["COORDINATES"] else "a function"
+    if len(reads) == 1 and [table.kind for table in tables.tables] == [DIAGONAL]:
+        return "a diagonal"
+    return "more or less" if any(map(score_graphs.differs_by_position, reads)) else "a function"
 
 
 def _tiles(call: ForwardCall, options: dict[str, Any], configs: list[Any], limit: int) -> Iterator[dict[str, Any]]:

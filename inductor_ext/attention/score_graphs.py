@@ -50,16 +50,29 @@ def is_identity(module: GraphModule) -> bool:
     return out is module.graph.find_nodes(op="placeholder")[0]
 
 
+def reads(module: GraphModule) -> list[Node]:
+    """Return the reads of captured tensors."""
+    return list(module.graph.find_nodes(op="call_function", target=aten.index.Tensor))
+
+
 def chained_reads(module: GraphModule) -> list[Node]:
     """Return the reads of captured tensors from which the index of another read is computed."""
-    reads = module.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    return [read for read in reads if any(read in cone(other) for other in reads if other is not read)]
+    found = reads(module)
+    return [read for read in found if any(read in cone(other) for other in found if other is not read)]
 
 
 def differs_by_pair(node: Node) -> bool:
     """Return whether a node of a score_mod's graph depends on the query and on the key."""
-    query, key = node.graph.find_nodes(op="placeholder")[3:5]
-    return {query, key} <= set(cone(node))
+    return set(_query_and_key(node)) <= set(cone(node))
+
+
+def differs_by_position(node: Node) -> bool:
+    """Return whether a node of a score_mod's graph depends on the query or on the key."""
+    return not set(_query_and_key(node)).isdisjoint(cone(node))
+
+
+def _query_and_key(node: Node) -> list[Node]:
+    return node.graph.find_nodes(op="placeholder")[3:5]
 
 
 def is_always_true(module: GraphModule) -> bool:

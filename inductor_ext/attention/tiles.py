@@ -176,16 +176,9 @@ TABLE = (
 def forward_config(config: Any, family: Family, features: Collection[str], *, head_dim: int) -> Any:
     """Adapt stock's forward config to a family of GPUs and to the functions that are inlined into the kernel.
 
-    features: "a mod": a score_mod or a mask_mod is inlined. "only a mask": only a mask_mod is, in half precision and without
-    dropout. "reads": something is read for each score. "chained reads": an index is itself read, as in ``t[doc[q] -
-    doc[k]]``. "rows and columns": and each such index depends on the query or on the key, never on both. "one tile": no
-    sequence is longer than a tile. "few tiles": none is longer than four. "blocks": a table of pairs is read by blocks, in
-    half precision and without dropout. "few blocks": the same in any dtype, and no sequence is longer than four tiles.
-    "slices": a program has the only tile of several batch elements, and nothing is read for each score by itself. "images":
-    a tile lies in a row of an image that is shorter than the longest tile. "dropout": probabilities are dropped. "fp32": the
-    dtype. "only a mask", "only a diagonal", "only a function": sequences are longer than four tiles, in half precision,
-    without dropout and with values as wide as keys, and nothing is inlined but a mask_mod, or a score_mod that reads one
-    diagonal, or one that reads nothing for a key.
+    features: "a mod": a score_mod or a mask_mod is inlined. "only a mask", "only a diagonal", "only a function": sequences
+    are longer than four tiles, in half precision, without dropout and with values as wide as keys, and nothing is inlined
+    but a mask_mod that reads nothing, or a score_mod that reads one diagonal, or one that reads nothing at a query or a key.
     """
     return _adapted(config, "forward", family, head_dim, features)
 

@@ -145,11 +145,15 @@ def test_pairs_are_blocks_in_half_precision(dtype):
 
 
 LONG = 576
+DOCUMENT = torch.arange(LONG) // 100
 SCORE_MODS = {
     "nothing": (None, None),
     "a mask": (None, lambda b, h, q, k: q >= k),
     "a diagonal": (lambda t: lambda s, b, h, q, k: s + t[h, q - k + LONG], None),
-    "a function": (lambda t: lambda s, b, h, q, k: s * t[h, q] + t[h, 0] * (q - k), None),
+    "a function": (lambda t: lambda s, b, h, q, k: s * t[h, 1] + t[h, 0] * (q - k), None),
+    "a value of a query": (lambda t: lambda s, b, h, q, k: s * t[h, q], None),
+    "a number of a key": (lambda t: lambda s, b, h, q, k: torch.where(DOCUMENT[q] == DOCUMENT[k], s * t[h, 0], -1e9), None),
+    "a mask that reads": (None, lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k]),
     "a value of a key": (lambda t: lambda s, b, h, q, k: s + t[h, k], None),
     "a diagonal and a mask": (lambda t: lambda s, b, h, q, k: s + t[h, q - k + LONG], lambda b, h, q, k: q >= k),
 }

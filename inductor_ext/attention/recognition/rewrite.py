@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from .pattern import find, has_no_effect
 from .rows import largest
 from .sinks import shared
 from .skipping import skipped_blocks
-from .worth import saves_a_mask
+from .worth import is_small, saves_a_mask
 
 NAME = "attention_pattern"
 #: Shorter sequences, and narrower heads, would leave most of a kernel's tiles empty.
@@ -181,7 +181,7 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
         blocks or _all_blocks(outer, mask_mod, like.device),
         scale,
         {**_OPTIONS, **kernel_dropout.dropout(attention.dropout)},
-        tuple(emitter.captured),
+        _captured(outer, attention, emitter.captured),
     )
     fused = outer.call(flex_attention_hop, call.operands(), lambda: _results(like, value_of(value)))
     learned = len(set(learned_terms(attention)))
@@ -192,6 +192,21 @@ def _replacement(gm: GraphModule, attention: Attention) -> Node:
     why += "" if blocks is None else ", and blocks that its masks hide are skipped"
     record(NAME, "attention", "flex_attention", why, user_line(fused))
     return _result(outer, fused, row, attention)
+
+
+def _captured(outer: Inserter, attention: Attention, tensors: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the captured tensors as the backward is to read them.
+
+    In eager mode it reads a mask that the forward has made of them. So what can be changed outside before the backward, is
+    not learned and much smaller than that mask, is copied.
+    """
+    outside = Outside(outer.graph)
+
+    def kept(x: Node) -> Node:
+        changes = not requires_grad(x) and outside.has(x) and is_small(x, attention=attention)
+        return outer.function(torch.ops.gradfuse.copied.default, x) if changes else x
+
+    return tuple(map(kept, tensors))
 
 
 def _all_blocks(outer: Inserter, mask_mod: Node, device: torch.device) -> tuple[Any, ...]:
